@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ps_core._command.forecast import Forecast, Training, bounds, forecast
 from ps_core._command.largest_model import largest
 from ps_core._errors import DoesNotFit
-from ps_core._planner.policy import Policy
+from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.search import with_policy
 from ps_core._simulate.cluster import DEVICE_RESERVE_BYTES, Cluster
 from ps_core._simulate.machine import MACHINES, default_machine

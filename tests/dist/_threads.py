@@ -108,6 +108,7 @@ class Together:
         self.rank = self.process = rank
         self.ranks = self.local_ranks = meeting.ranks
         self.copy, self.processes = 0, meeting.ranks
+        self.host_memory, self.why_not_shared = None, ""
         self.mesh = Mesh(rank, meeting.ranks, 1)
         self.meeting = meeting
         self.asked = 0

@@ -209,12 +209,15 @@ def counts_bytes(each: ps_dist.TorchCollectives, precision: str, tight: bool) ->
     torch.manual_seed(0)
     size = 4 if precision == "fp32" else 2
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
-    states = 5 * (16 if precision == "fp32" else 14) * (40 * 41 // (64 * each.ranks) + 1) * 64
+    shard = (40 * 41 // (64 * each.ranks) + 1) * 64
+    states = 5 * (16 if precision == "fp32" else 14) * shard
+    scratch = each.scratch_bytes(shard, torch.float32 if precision == "fp32" else torch.bfloat16)
+    saved = 2 * ((each.ranks - 1) * shard * size - scratch)  # two sums may be on their way
     model, optimizer = chunked(
         model,
         SGD(lr=0.1),
         precision=precision,
-        budget=Budget(host=each.local_ranks * (states + (20 + 10 * size) * 2**10 if tight else 2**20)),
+        budget=Budget(host=each.local_ranks * (states + (20 + 10 * size) * 2**10 - saved if tight else 2**20)),
         collectives=each,
         options=Options(group_bytes=40 * 41 * size),
     )

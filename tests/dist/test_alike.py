@@ -17,7 +17,7 @@ from torch import nn
 from _threads import Together, run
 from ps_core import SGD, AdamW, Budget, Group, RanksDiverged
 from ps_core.engine import chunked, materialized, save_checkpoint
-from ps_core.engine._sharding.compare_ranks import checksum
+from ps_core.engine._support.checksum import checksum
 
 WIDTH = 24
 _SEED = Lock()

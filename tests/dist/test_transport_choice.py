@@ -166,6 +166,7 @@ class Decides:
     """Collectives that write down what they are asked."""
 
     rank, ranks, copy, local_ranks, card = 0, 1, 0, 1, None
+    host_memory, why_not_shared = None, ""
 
     def __init__(self, process: int) -> None:
         self.process = process

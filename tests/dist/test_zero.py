@@ -59,10 +59,11 @@ def test_resumed_by_torchs_state_dicts(two: Crew, tmp_path: Path) -> None:
     two.run(cases.resumes, str(tmp_path / "saved"))
 
 
+@pytest.mark.parametrize("way", [{}, {"shared_memory": False}], ids=["shared", "sockets"])
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_bytes_on_the_wire(each_crew: Crew, precision: str, tight: bool) -> None:
-    each_crew.run(cases.counts_bytes, precision, tight)
+def test_bytes_on_the_wire(each_crew: Crew, precision: str, tight: bool, way: dict[str, bool]) -> None:
+    each_crew.run(cases.counts_bytes, precision, tight, **way)
 
 
 def test_ranks_whose_models_do_different_things() -> None:

@@ -3,7 +3,7 @@
 PyTorch's work is the compute stream's and done at once, so only copies lag: until something waits for them, or at a
 random later call. They know addresses, not tensors, as a card does: memory that is given back too early is overwritten.
 Several threads may launch, each on streams of its own. Backward passes run on a thread of the device's own, as
-PyTorch's do for CUDA, where the runtime is made with ``device_thread=True``.
+PyTorch's do for CUDA.
 """
 
 from __future__ import annotations
@@ -42,20 +42,29 @@ def _backward_of_device(*args: Any, **kwargs: Any) -> Any:
     within = current_thread().name.startswith(DEVICE_THREAD)
     if runtime is None or runtime.autograd is None or of_torch or within:
         return _run_backward(*args, **kwargs)
-    return runtime.autograd.submit(_as_caller(runtime, modes, args, kwargs)).result()
+    here = dict(vars(runtime.thread))
+    try:
+        return runtime.autograd.submit(_as_caller(runtime, here, modes, args, kwargs)).result()
+    finally:
+        vars(runtime.thread).update(here)
 
 
-def _as_caller(runtime: FakeRuntime, modes: list[Any], args: Any, kwargs: Any) -> Callable[[], Any]:
-    """Return the backward pass with what PyTorch takes over from the calling thread: modes, and the stream."""
+def _as_caller(
+    runtime: FakeRuntime, here: dict[str, Any], modes: list[Any], args: Any, kwargs: Any
+) -> Callable[[], Any]:
+    """Return the backward pass with what it takes over from the calling thread: modes, and ``here`` the runtime's."""
     stream, grad = runtime.current(), torch.is_grad_enabled()
 
     def run() -> Any:
+        vars(runtime.thread).clear()
+        vars(runtime.thread).update(here)
         push_modes(modes)
         try:
             with runtime.using(stream), torch.set_grad_enabled(grad):
                 return _run_backward(*args, **kwargs)
         finally:
             pop_user_modes()
+            here.update(vars(runtime.thread))
 
     return run
 
@@ -159,13 +168,14 @@ class Allocator(TensorBytesTracker):
 class FakeRuntime:
     """Give it to a `CudaDevice`, and train within ``with runtime:``. ``deaf``: nothing waits for anything.
 
-    ``device_thread``: backward passes run on a thread of the device's own; reentrant ones where they are called.
+    ``device_thread``: backward passes run on a thread of the device's own, reentrant ones where they are called;
+    False: all of them where they are called.
     """
 
     name = "a device that the CPU plays"
 
     def __init__(
-        self, seed: int | None = 0, *, deaf: bool = False, watched: bool = True, device_thread: bool = False
+        self, seed: int | None = 0, *, deaf: bool = False, watched: bool = True, device_thread: bool = True
     ) -> None:
         self.torch_device = torch.device("cpu")
         self.deaf, self.watched = deaf, watched
@@ -176,8 +186,11 @@ class FakeRuntime:
         self._eagerness = 1.0 if seed is None else self._random.choice((0.0, 0.1, 0.7))
         self.streams: list[FakeStream] = []
         self.compute = FakeStream(self, "compute")
-        self._current = local()
-        self.events = self.hosts = self.released = 0
+        self.thread = local()
+        """What each thread has for itself; a backward pass begins with its caller's and hands it back."""
+        self.events = self.hosts = self.released = self.unpinned = 0
+        self.pinned: dict[int, int] = {}
+        """Bytes of each registration of host memory, by address."""
         self.observers: list[Failure] = []
         self.allocator = Allocator(self)
         self.device_thread = device_thread
@@ -215,17 +228,17 @@ class FakeRuntime:
         return self.streams[-1]
 
     def current(self) -> FakeStream:
-        found: FakeStream = getattr(self._current, "stream", self.compute)
+        found: FakeStream = getattr(self.thread, "stream", self.compute)
         return found
 
     @contextmanager
     def using(self, stream: Any) -> Iterator[None]:
-        before, self._current.stream = self.current(), stream
+        before, self.thread.stream = self.current(), stream
         stream.catch_up(stream.end)  # for PyTorch's operators run at once
         try:
             yield
         finally:
-            self._current.stream = before
+            self.thread.stream = before
 
     def bind_thread(self) -> None:
         self.adopted.add(current_thread().name)
@@ -251,7 +264,7 @@ class FakeRuntime:
     # Memory.
 
     def empty(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def host(self, size_bytes: int, *, pin: bool) -> PinnedArena:
         self.hosts += 1
@@ -294,7 +307,10 @@ class FakePinner:
         return None
 
     def pin(self, address: int, numbytes: int) -> str | None:
+        self.runtime.pinned[address] = numbytes
         return None
 
     def unpin(self, address: int) -> None:
         self.runtime.synchronize()
+        del self.runtime.pinned[address]
+        self.runtime.unpinned += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
+
+from ps_core.engine import offloaded
 
 WIDTH, VOCABULARY = 32, 48
 
@@ -34,22 +37,28 @@ def stack(layers: int = 4) -> nn.Sequential:
 
 
 class Language(nn.Module):
-    """Tokens in, logits out; ``tied``: one table at both ends; ``checkpointing``: recompute every block."""
+    """Tokens in, logits out; ``tied``: one table at both ends; ``checkpointing``: recompute every block.
 
-    def __init__(self, *, layers: int = 3, tied: bool = False, checkpointing: bool = False) -> None:
+    ``offloading``: offload what blocks are recomputed from.
+    """
+
+    def __init__(
+        self, *, layers: int = 3, tied: bool = False, checkpointing: bool = False, offloading: bool = False
+    ) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Residual() for _ in range(layers))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.checkpointing = checkpointing
+        self.checkpointing, self.offloading = checkpointing, offloading
         if tied:
             self.head.weight = self.table.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+            with offloaded(block, x) if self.offloading else nullcontext():
+                x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
         return self.head(self.norm(x))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import ps_kernels
-from ps_core import SGD, Adam, AdamW, Options, TorchOptimizer
+from ps_core import SGD, Adam, AdamW, Group, Options, TorchOptimizer
 from ps_core._options import for_parameter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -121,13 +121,15 @@ class Resident(torch.optim.Optimizer):
 
     def _step_by_torch(self, state: State, settings: dict[str, Any], grad_scale: float) -> None:
         if state.torch is None:
-            made: Any = self._spec.kind
-            state.torch = made([state.master], **{**self._spec.settings, **settings})
+            made: Any = _kind(self._spec, state)
+            state.torch = made([state.master.view(state.parameter.shape)], **settings)
         assert state.gradient is not None
-        state.torch.param_groups[0].update(settings)
-        state.master.grad = state.gradient * grad_scale
+        group = state.torch.param_groups[0]
+        group.update(settings)
+        (whole,) = group["params"]
+        whole.grad = (state.gradient * grad_scale).view(whole.shape)
         state.torch.step()
-        state.master.grad = None
+        whole.grad = None
 
     def _adjust_scale(self, finite: bool) -> None:
         self.skipped += not finite
@@ -143,9 +145,8 @@ class Resident(torch.optim.Optimizer):
         for each in self.states:
             flat = {"master": each.master}
             if each.torch is not None:
-                for key, value in each.torch.state[each.master].items():
-                    flat |= {NAMES.get(key, key): value} if value.dim() else {}
-                    found |= {} if value.dim() else {f"{each.name}/{NAMES.get(key, key)}": value.clone()}
+                (entry,) = each.torch.state.values()
+                found |= {f"{each.name}/{NAMES.get(key, key)}": value.clone() for key, value in entry.items()}
             elif isinstance(self._spec, TorchOptimizer):
                 assert not each.steps
             elif each.steps and self._kind is not SGD:
@@ -208,13 +209,22 @@ def _param_groups(states: list[State], spec: Spec) -> list[dict[str, Any]]:
 
 def _settings(spec: Spec, state: State) -> dict[str, Any]:
     if isinstance(spec, TorchOptimizer):
-        group = next((each for each in spec.groups if each.match(state.name, state.parameter)), None)
-        return {**spec.settings, **(group.overrides if group else {})}
+        group = _group(spec, state)
+        return {**({} if group and group.kind else spec.settings), **(group.overrides if group else {})}
     chosen = for_parameter(spec, state.name, state.parameter)
     values = {"lr": chosen.lr, "weight_decay": chosen.weight_decay}
     if isinstance(chosen, SGD):
         return values | {"momentum": chosen.momentum}
     return values | {"betas": chosen.betas, "eps": chosen.eps}
+
+
+def _group(spec: TorchOptimizer, state: State) -> Group | None:
+    return next((each for each in spec.groups if each.match(state.name, state.parameter)), None)
+
+
+def _kind(spec: TorchOptimizer, state: State) -> type:
+    group = _group(spec, state)
+    return spec.kind if group is None or group.kind is None else group.kind
 
 
 class Make(Protocol):

@@ -15,7 +15,6 @@ shares the host's memory with copies that run beside its work; copies come first
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +35,7 @@ from ps_core.engine._tracing.op_costs import amounts_of
 FREE = ("gradient of", "poison", "saved", "offloaded")
 """Beginnings of what the engine says that it does where a moment's price has it already, or nobody does it."""
 PRICED = ("step of", "norm of", "norms of", "sum of", "sums of", "rebuild", "shift", "a copy within a tier")
+PRICED += ("keep an activation", "restore an activation")
 """Beginnings of what takes its bytes over a bandwidth."""
 
 
@@ -104,16 +104,15 @@ class TimedRuntime(FakeRuntime):
         self.timeline: list[Interval] = []
         self.waited_s = 0.0
         """How long the host has waited for streams."""
-        self._threads = threading.local()
 
     @property
     def now_s(self) -> float:
         """This thread's time."""
-        return getattr(self._threads, "now_s", 0.0)
+        return getattr(self.thread, "now_s", 0.0)
 
     @now_s.setter
     def now_s(self, value: float) -> None:
-        self._threads.now_s = value
+        self.thread.now_s = value
 
     def note(self, queue: str, what: str, begin: float, end: float) -> None:
         if end > begin:

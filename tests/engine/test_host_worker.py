@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -22,7 +23,7 @@ from _fake_cuda import FakeRuntime
 from _reference import Make, Settings, differences, plain
 from _runs import HOST, let_go, managed
 from ps_core import SGD, AdamW, Budget, InvalidInput, Options
-from ps_core.engine import chunked, statistics
+from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._devices.host_worker import HostWorker, WorkDone
 
@@ -306,6 +307,42 @@ def test_after_a_failure_a_dropped_model_gives_its_memory_back() -> None:
         gc.collect()
         thread.join(30)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_after_a_failure_release_gives_plain_parameters_and_says_what_they_are(precision: str) -> None:
+    """Each element is one from before the step or from after it, and none is a gradient that lay in its place."""
+    found: list[dict[str, Tensor]] = []
+    for fails in (False, True):
+        runtime = FakeRuntime(1)
+        with runtime:
+            device = late_device(runtime, 3)
+            torch.manual_seed(0)
+            model, optimizer = chunked(
+                models.Language(), SGD(lr=0.1), device=device, precision=precision,
+                budget=Budget(device="96KiB" if precision == "bf16" else "224KiB", host=HOST),
+            )  # fmt: skip
+            for index in range(3):
+                next_token(model, *tokens(index)).backward()
+                if index == 2:
+                    found.append({name: value.clone() for name, value in model.state_dict().items()})
+                    if fails:
+                        device._worker.launch("fails", (), (), partial(int, "x"))
+                with contextlib.suppress(RuntimeError):
+                    optimizer.step()
+            if fails:
+                with pytest.raises(RuntimeError, match="mixture of old and new"):
+                    next_token(model, *tokens(9))
+                with pytest.warns(UserWarning, match=r"release\(model\).*mixture of old and new.*ValueError"):
+                    release(model)
+            else:
+                release(model)
+        found.append(model.state_dict())
+    before, after, _, left = found
+    assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+    for name, value in left.items():
+        assert torch.all((value == before[name]) | (value == after[name])), name
+    assert not all(torch.equal(value, after[name]) for name, value in left.items())
 
 
 def test_a_forked_process_does_not_wait_for_a_thread_that_it_has_not() -> None:

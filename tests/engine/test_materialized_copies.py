@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ps_core import SGD, Budget, InvalidInput, UnsupportedParameter
-from ps_core.engine import chunked, is_managed, materialized, release
+from ps_core import SGD, AlreadyManaged, Budget, InvalidInput, UnsupportedParameter
+from ps_core.engine import WeightAverage, chunked, is_managed, materialized, release, statistics
 
 
 class Net(nn.Module):
@@ -91,6 +91,51 @@ def test_copies_elsewhere_are_refused_with_the_way() -> None:
         copy.deepcopy(model)
     with materialized(model), pytest.raises(UnsupportedParameter, match=r"pickle copy\.deepcopy\(model\)"):
         pickle.dumps(model)
+    release(model)
+
+
+def test_a_block_within_a_block_is_refused_in_its_own_words() -> None:
+    model, optimizer = managed()
+    with materialized(model):
+        for call in (materialized(model).__enter__, lambda: statistics(model), lambda: release(model)):
+            with pytest.raises(InvalidInput, match=r"inside a block of materialized\(...\).*after the block"):
+                call()
+        with pytest.raises(AlreadyManaged, match=r"copy\.deepcopy\(model\) here gives a model"):
+            chunked(model, SGD(lr=0.1))
+        copied, other = chunked(copy.deepcopy(model), SGD(lr=0.1), precision="fp32")
+    with materialized(model, names=["down.weight"]):
+        for call in (materialized(model).__enter__, lambda: release(model)):
+            with pytest.raises(InvalidInput, match=r"inside a block of materialized\(...\): call it after the block"):
+                call()
+    assert train(model, optimizer) == train(copied, other)
+    release(model), release(copied)
+
+
+def test_a_module_that_holds_two_managed_models_is_told_apart() -> None:
+    """What takes one model took the first, and left the other without a word."""
+    (first, optimizer), (second, _) = managed(), managed()
+    both = nn.ModuleDict({"one": first, "two": second})
+    words = r"this ModuleDict holds 2 models .* with 'one\.up\.weight' and one with 'two\.up\.weight': .*materialized"
+    for call in (WeightAverage, statistics, release, lambda model: materialized(model).__enter__()):
+        with pytest.raises(InvalidInput, match=words):
+            call(both)
+    with materialized(first), materialized(second):
+        copied = copy.deepcopy(both)
+    assert not is_managed(copied)
+    train(first, optimizer)
+    release(first)
+    assert statistics(both).steps == 0, "the one that is left"
+    release(both)
+
+
+def test_the_refusal_of_a_copy_names_the_average() -> None:
+    model, _ = managed()
+    with pytest.raises(UnsupportedParameter, match=r"WeightAverage\(model\)"):
+        torch.optim.swa_utils.AveragedModel(nn.ModuleList([model]))
+    average = WeightAverage(model)
+    average.update()
+    with materialized(model):
+        torch.optim.swa_utils.AveragedModel(nn.ModuleList([model])).update_parameters(nn.ModuleList([model]))
     release(model)
 
 

@@ -99,7 +99,7 @@ def test_calls_for_each_parameter(device: str, precision: str, forward: float, b
 
 
 LIMITS = {
-    "every group moves": {"forward": (403, 15), "backward": (645, 15), "step": (365, 15)},
+    "every group moves": {"forward": (391, 15), "backward": (642, 15), "step": (365, 15)},
     "nothing moves": {"forward": (203, 14), "backward": (458, 14), "step": (356, 14)},
 }
 """Calls and files of each part of a step, as they were counted."""

@@ -23,7 +23,7 @@ from _reference import Make, Settings, Spec
 from _runs import HOST, check_same, let_go, managed, stand_in
 from ps_core import AdamW, Budget, CheckpointDamaged, CheckpointMismatch, Group, InvalidInput, Options, TorchOptimizer
 from ps_core.engine import chunked, load_checkpoint, save_checkpoint, statistics
-from ps_core.engine._optim import torch_rule
+from ps_core.engine._optim import torch_stepper
 from test_host_worker import late_device
 from test_matrix import is_norm_or_bias
 
@@ -43,14 +43,15 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
     "SGD, nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "SGD, dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}),
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.1, "weight_decay": 0.1}),
 }
-STATES = dict(zip(CASES, (1, 3, 2, 2, 1, 2, 2, 1, 2, 3, 2, 1, 1, 0), strict=True))
+STATES = dict(zip(CASES, (1, 3, 2, 2, 1, 2, 2, 1, 2, 3, 2, 1, 1, 0, 1), strict=True))
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces that end within parameters, and within what a processor does at once."""
-    monkeypatch.setattr(torch_rule, "PIECE_NUMEL", 333)
+    monkeypatch.setattr(torch_stepper, "PIECE_NUMEL", 333)
 
 
 def loop(spec: Spec, micro_batches: int = 1) -> Callable[[Make], list[Tensor]]:
@@ -97,7 +98,7 @@ def test_as_pytorch_steps_single_tensors(name: str, way: str) -> None:
     assert tight.evictions > 0
 
 
-@pytest.mark.parametrize("name", ["NAdam", "AdamW, amsgrad"])
+@pytest.mark.parametrize("name", ["NAdam", "AdamW, amsgrad", "Adafactor"])
 def test_on_a_disk(name: str, tmp_path: Path) -> None:
     run, told = loop(spec_of(name)), Settings(precision="bf16")
     budget = Budget(device=130_000, host=60_000, disk="64MiB", disk_dir=str(tmp_path))
@@ -106,7 +107,7 @@ def test_on_a_disk(name: str, tmp_path: Path) -> None:
     assert got.statistics[0].moved_bytes["host->disk"] > 0 < got.statistics[0].moved_bytes["disk->host"]
 
 
-@pytest.mark.parametrize("name", ["RMSprop, three states", "ASGD", "SGD"])
+@pytest.mark.parametrize("name", ["RMSprop, three states", "ASGD", "SGD", "Adafactor"])
 def test_on_a_played_card_also_within_backward(name: str) -> None:
     kind, settings = CASES[name]
 
@@ -319,7 +320,7 @@ def test_a_parameter_that_is_unfrozen_later_begins_then() -> None:
 # ---- checkpoints ----
 
 
-@pytest.mark.parametrize("name", ["NAdam", "AdamW, amsgrad", "Rprop"])
+@pytest.mark.parametrize("name", ["NAdam", "AdamW, amsgrad", "Rprop", "Adafactor"])
 def test_a_checkpoint_resumes_exactly_under_another_budget(name: str, tmp_path: Path) -> None:
     spec: Any = spec_of(name)
     with Run("emulated", precision="fp16", spec=spec) as run:
@@ -378,16 +379,29 @@ class CountsInGroup(torch.optim.SGD):
         return super().step(closure)
 
 
-class NormsInState(torch.optim.Optimizer):
-    """Divides by the gradient's norm, which is another for parts of a tensor."""
+class Draws(torch.optim.Optimizer):
+    """Adds noise, which is other noise when a step is made again."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for each in self.param_groups[0]["params"]:
-            each -= self.param_groups[0]["lr"] * each.grad / each.grad.norm()
+            each += torch.randn_like(each)
+
+
+class NormInState(torch.optim.Optimizer):
+    """Keeps a single value that depends on the gradient."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for each in self.param_groups[0]["params"]:
+            self.state[each]["norm"] = float(each.grad.norm())
+            each -= each.grad
 
 
 class FiveStates(torch.optim.Optimizer):
@@ -409,19 +423,15 @@ class Reserved(FiveStates):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (TorchOptimizer(torch.optim.Adafactor), "its state 'row_var' has neither the parameter's shape nor one value"),
-        (
-            TorchOptimizer(torch.optim.Muon),
-            r"Muon cannot be managed: parts of a matrix cannot be stepped \(Muon only supports 2D",
-        ),
         (TorchOptimizer(torch.optim.LBFGS), "could not be stepped with a dense gradient and no closure: .*closure"),
         (TorchOptimizer(torch.optim.SparseAdam), "SparseAdam does not support dense gradients"),
         (TorchOptimizer(torch.optim.RMSprop, rate=1), "RMSprop could not be made: .* unexpected keyword .*'rate'"),
         (TorchOptimizer(torch.optim.RMSprop, lr=-1.0), "RMSprop could not be made: Invalid learning rate: -1.0"),
         (TorchOptimizer(nn.Linear), "expects a subclass of torch.optim.Optimizer, found torch.nn.*Linear"),
-        (TorchOptimizer(CountsInGroup, lr=0.1), "it steps a matrix otherwise than parts of it"),
-        (TorchOptimizer(NormsInState), "it steps a matrix otherwise than parts of it"),
-        (TorchOptimizer(FiveStates), "FiveStates keeps a, b, c, d, e: at most 4 states can be managed"),
+        (TorchOptimizer(CountsInGroup, lr=0.1), "so it counts or draws numbers elsewhere"),
+        (TorchOptimizer(Draws), "so it counts or draws numbers elsewhere"),
+        (TorchOptimizer(NormInState), "keeps single values that depend on gradients"),
+        (TorchOptimizer(FiveStates), "FiveStates cannot be managed: it keeps a, b, c, d, e: at most 4 states"),
         (TorchOptimizer(Reserved), "Reserved has a state 'masters', a name that checkpoints use otherwise"),
     ],
     ids=lambda value: value.kind.__name__ if isinstance(value, TorchOptimizer) else "",

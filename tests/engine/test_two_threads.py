@@ -133,7 +133,7 @@ def held_model(device: str) -> Iterator[tuple[Any, Any]]:
     with _MAKING:
         torch.manual_seed(4)
         model = Held()
-    with FakeRuntime(2, device_thread=True) if device == "played CUDA" else nullcontext() as runtime:
+    with FakeRuntime(2) if device == "played CUDA" else nullcontext() as runtime:
         played: Any = CudaDevice(runtime) if runtime else device
         budget = Budget(host=HOST) if device == "cpu" else Budget(device="1MiB", host=HOST)
         with chunked_model(model, device=played, budget=budget) as made:

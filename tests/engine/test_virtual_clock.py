@@ -53,8 +53,8 @@ class Learner(Language):
         return functional.cross_entropy(super().forward(tokens).float().flatten(0, 1), tokens.flatten())
 
 
-def tokens(index: int) -> torch.Tensor:
-    return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(index))
+def tokens(index: int, rows: int = ROWS) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(index))
 
 
 def over_disk(folder: Path, device: str, host: str, disk: str) -> Budget:
@@ -71,10 +71,12 @@ def train(
     step: str = "after_backward",
     machine: Machine = MACHINE,
     disk: tuple[str, str] | None = None,
+    offloading: bool = False,
+    rows: int = ROWS,
 ) -> Timed:
     """Train a language model that recomputes its blocks; the last step is timed from first moment to first moment."""
     torch.manual_seed(0)
-    model: Any = Learner(layers=8, checkpointing=True)
+    model: Any = Learner(layers=8, checkpointing=True, offloading=offloading)
     file = folder / "machine.toml"
     file.write_text(machine.to_toml(), "utf-8")
     runtime = TimedRuntime(machine)
@@ -96,7 +98,7 @@ def train(
             for index in indices:
                 firsts.append(len(device.moments_s))
                 for micro in range(micro_batches):
-                    optimizer.scale(model(tokens(index * micro_batches + micro))).backward()
+                    optimizer.scale(model(tokens(index * micro_batches + micro, rows))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -161,6 +163,33 @@ def same_work(profile: Profile) -> bool:
             rows[-1].setdefault(piece.queue, []).append(piece.name)
     assert rows[0].keys() == rows[1].keys()
     return rows[0] == rows[1]
+
+
+MANY_ROWS = 4 * ROWS
+FASTER = replace(MACHINE, matmul_flops=MACHINE.matmul_flops * 4, matmul_flops_fp32=MACHINE.matmul_flops_fp32 * 4)
+"""A moment of so many rows takes as long as one of `ROWS`."""
+
+
+@pytest.mark.parametrize("budget_kib", [110, 160, 4096])
+@pytest.mark.parametrize(("precision", "micro_batches"), [("bf16", 1), ("bf16", 3), ("fp32", 1), ("fp32", 3)])
+def test_activations_travel_as_was_predicted(
+    budget_kib: int, precision: str, micro_batches: int, tmp_path: Path
+) -> None:
+    kib = budget_kib * (2 if precision == "fp32" else 1)
+    got = train(
+        tmp_path,
+        f"{kib}KiB",
+        precision=precision,
+        micro_batches=micro_batches,
+        machine=FASTER,
+        offloading=True,
+        rows=MANY_ROWS,
+    )
+    print(got.step_s, got.predicted, got.busy_s)
+    assert got.step_s == pytest.approx(got.predicted.step_time_s, rel=NEAR)
+    for ours, theirs in {"compute": "compute", "copies 0": "host->device", "copies 1": "device->host"}.items():
+        assert got.busy_s.get(ours, 0.0) == pytest.approx(got.predicted.busy_s[theirs], rel=NEAR)
+    check_profile(got, NEAR)
 
 
 @pytest.mark.parametrize("budget_kib", [64, 160])

@@ -21,7 +21,7 @@ ALLOWED = {
     ),
     "a slot's memory belongs to the store, and its contents to the chunk": (
         r"slot",
-        r"memory|offset|place|bounds|extent|version",
+        r"memory|offset|place|views|extent|version",
     ),
     "what a pass did, or would do, is written down moment by moment": (r"moment|recording", r"\w+"),
     "a fake tensor that a model's code stored somewhere is removed there, or what was there before put back": (

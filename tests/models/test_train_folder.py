@@ -14,7 +14,7 @@ import pytest
 from _trainer import data, numbers, rows, train
 from ps_core import DoesNotFit
 from ps_core._units import format_bytes
-from ps_models.train import TrainOptions, _sample, main
+from ps_models.train import TrainOptions, _sample_text, main
 from ps_models.train._error_hints import hint_for, in_options
 from test_train import BUDGET, at_step, checkpoints, kill_at_once
 
@@ -167,7 +167,7 @@ def test_a_sample_that_does_not_fit_ends_no_training(
             tier="device", moment="a word", needed_bytes=2, available_bytes=1, proven=True, remedies=("x",)
         )
 
-    monkeypatch.setattr(_sample, "written", written)
+    monkeypatch.setattr(_sample_text, "written", written)
     assert train(tmp_path / "run", "--steps", 1, "--sample", 3) == 0
     assert "\nsample: none, does not fit: device needs 2 bytes at 'a word', " in capsys.readouterr().out
 

@@ -31,8 +31,8 @@ from ps_models.train._data import FEW, corpus, split_whole
 from ps_models.train._examples import Example
 from ps_models.train._folder_tokenizer import FolderTokenizer
 from ps_models.train._sample_objective import SampleObjective, SampleRows
-from ps_models.train._samples import Samples, encoded, packed
 from ps_models.train._tokenizers import Bytes
+from ps_models.train._training_samples import Samples, encoded, packed
 
 Capture = pytest.CaptureFixture[str]
 

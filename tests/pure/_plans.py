@@ -8,10 +8,10 @@ from _programs import SMALL, TINY, Bounds, random_program, random_tiers
 from _serial import Waits, serial_plan
 from ps_core._errors import DoesNotFit
 from ps_core._plan import TIER_STACKS, Plan
+from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.low_memory_plan import tight_plan
 from ps_core._planner.placement import filled
-from ps_core._planner.policy import Policy
-from ps_core._planner.segments import make_plan
+from ps_core._planner.plan_segment import make_plan
 from ps_core._planner.tier_division import NoRoom, make_frame
 from ps_core._program import Program
 

@@ -14,9 +14,9 @@ from _plans import ORIGINS, random_plan
 from ps_core._plan import Copy, Queue, Release, Reserve, Run, Segment, Step
 from ps_core._program import Extent, Kind, SegmentName
 from ps_core._simulate.clock import simulate
-from ps_core._simulate.early_steps import EarlySteps, early_steps
 from ps_core._simulate.idle_time import Cause, step_times, step_window
 from ps_core._simulate.machine import MACHINES
+from ps_core._simulate.steps_in_backward import EarlySteps, early_steps
 from ps_core._simulate.work_pieces import Piece, group_names, planned_pieces
 from ps_core._simulate.worker_times import HostWorker
 from test_simulate import LEFT, offloaded_plan, resident_plan, segment, tiny

@@ -36,14 +36,14 @@ from ps_core._plan import (
     slots_of,
 )
 from ps_core._planner.placement import filled
-from ps_core._planner.segments import make_plan
+from ps_core._planner.plan_segment import make_plan
 from ps_core._planner.tier_division import make_frame
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
 from ps_core._reference.execute_plan import Execution, Observed, Order, execute
-from ps_core._reference.lifecycle import Lifecycle
-from ps_core._reference.network import ByteNetwork, Shape
 from ps_core._reference.operations import carry_out
 from ps_core._reference.oracle import train_unconstrained
+from ps_core._reference.state_lifecycle import Lifecycle
+from ps_core._reference.toy_network import ByteNetwork, Shape
 from ps_core._reference.training_rules import Scaler, Training
 from ps_core._states import TensorState
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace

@@ -33,7 +33,7 @@ from ps_core._plan import (
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 from ps_core._verify import faults, verify
-from ps_core._verify.fault import Fault
+from ps_core._verify.plan_fault import Fault
 
 P16 = Extent(Kind.P16, 0)
 TRACE = Trace(

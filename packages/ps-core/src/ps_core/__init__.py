@@ -21,7 +21,7 @@ from ps_core._errors import (
 )
 from ps_core._options import SGD, Adam, AdamW, Budget, Group, Options, TorchOptimizer
 from ps_core._plan import Plan, Tier
-from ps_core._planner.policy import Policy
+from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.search import Planned, Setup, find_plan
 from ps_core._program import Precision, Program
 from ps_core._simulate.clock import Prediction, simulate

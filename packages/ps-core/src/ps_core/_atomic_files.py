@@ -1,4 +1,4 @@
-"""Small files that are either as they were or wholly new, whenever the process ends."""
+"""Write small files so that they are either unchanged or wholly new, whenever the process ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNFINISHED = ".new"
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Replace a file at once; it and its name are on the disk when this returns."""
+    """Replace a file atomically; it and its name are on the disk when this returns."""
     unfinished = path.with_name(f".{path.name}{UNFINISHED}")
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -21,7 +21,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Put the names in a folder on the disk, so that files that were made or renamed in it last."""
+    """Write the names in a folder to the disk, so that new or renamed files in it survive a crash."""
     number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(number)

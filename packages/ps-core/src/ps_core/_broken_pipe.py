@@ -1,4 +1,4 @@
-"""Writing to whoever reads; that nobody does any more (``| head``) is no error."""
+"""Write to a stream whose reader may have gone (``| head``), which is no error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TextIO
 
 
 def tell(text: str, stream: TextIO | None, *, end: str = "\n") -> None:
-    """Write a line (or what ``end`` makes of it) to the stream; None: the process began with it closed."""
+    """Write a line (or text that ends in ``end``) to the stream; None: the process began with it closed."""
     if stream is None:
         return
     try:
@@ -19,16 +19,16 @@ def tell(text: str, stream: TextIO | None, *, end: str = "\n") -> None:
 
 
 def silence(stream: TextIO) -> None:
-    """Let what is written there from now on, and what waits to be, go nowhere."""
+    """Discard what is, or will be, written to the stream."""
     with suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 @contextmanager
 def progress(stream: TextIO | None) -> Iterator[Callable[[str], None]]:
-    """Give a function that shows one line in place of the line before; at the end the line goes.
+    """Yield a function that shows one line in place of the one before; erase the last one.
 
-    Where the stream is no terminal nothing is shown.
+    Nothing is shown if the stream is no terminal.
     """
     shown = stream is not None and stream.isatty()
 

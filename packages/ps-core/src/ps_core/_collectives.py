@@ -1,4 +1,4 @@
-"""What the engine asks of a group of processes; ps_dist implements it, a test may bring its own."""
+"""Define what the engine asks of a group of processes; ps_dist implements it, and tests may too."""
 
 from __future__ import annotations
 
@@ -10,34 +10,37 @@ Buffer_contra = TypeVar("Buffer_contra", contravariant=True)
 
 @runtime_checkable
 class Collectives(Protocol[Buffer_contra]):
-    """Every process calls the same methods in the same order; a method returns when its result may be read."""
+    """Protocol of collectives: every process calls the same methods in the same order.
+
+    A method returns when its result may be read.
+    """
 
     @property
     def rank(self) -> int:
-        """This process, from 0."""
+        """Return this process's number, from 0."""
 
     @property
     def ranks(self) -> int:
-        """How many processes there are."""
+        """Return how many processes there are."""
 
     def all_gather(self, into: Buffer_contra, shard: Buffer_contra) -> None:
-        """Put every process's equal ``shard`` into ``into``, in rank order."""
+        """Copy every process's equal ``shard`` into ``into``, in rank order."""
 
     def reduce_scatter(self, into: Buffer_contra, source: Buffer_contra) -> None:
         """Sum this process's shard of every process's ``source`` into ``into``.
 
-        ``source`` travels in its own type; the sum is taken in single precision, in rank order, and rounded once to
+        ``source`` is sent in its own type. The sum is taken in single precision, in rank order. It is rounded once to
         the type of ``into``.
         """
 
     def all_reduce_sum(self, value: float) -> float:
-        """The sum of every process's value, the same bits on each."""
+        """Return the sum of every process's value, the same bits on each."""
 
     def all_reduce_max(self, value: float) -> float:
-        """The largest of every process's values; nan if any is nan."""
+        """Return the largest of every process's values; nan if any is nan."""
 
     def barrier(self) -> None:
-        """Return when every process has come here."""
+        """Return when every process has called this."""
 
     def close(self) -> None:
         """Leave the group; safe to call twice."""

@@ -1,4 +1,4 @@
-"""Every error this project raises on purpose.
+"""Define every error that this project raises on purpose.
 
     PatrickStarError
     ├── InvalidInput (also a ValueError)   a size, name, option or file that cannot be used
@@ -15,29 +15,29 @@
     └── TierFailure                        a memory or disk tier failed underneath us
 
 [Note: what an exception holds]
-Its traceback, that the frames it came through, and these the frames that called them, with all their variables: in a
-forward pass the user's activations. An exception that is kept, or that lies in a variable of a frame it came through,
-keeps all that alive until the garbage collector comes by. So what is kept is kept without its traceback, and a list of
-refusals is emptied while one of them is raised.
+An exception holds its traceback. That holds the frames it came through, their callers, and all their variables: in a
+forward pass the user's activations. A stored exception keeps all these alive. One in a variable of its own frames does
+so until the garbage collector runs. So exceptions are stored without their traceback. A list of errors is emptied while
+one of them is raised.
 """
 
 from __future__ import annotations
 
 
 class PatrickStarError(Exception):
-    """Base of every error raised on purpose."""
+    """Base class of every error that is raised on purpose."""
 
 
 class InvalidInput(PatrickStarError, ValueError):
-    """A size, name, option or file the caller gave cannot be used; the message is one line."""
+    """Say that a size, name, option or file of the caller's cannot be used; the message is one line."""
 
 
 class DoesNotFit(PatrickStarError):
-    """No plan exists within the budgets.
+    """Say that no plan exists within the budgets.
 
-    ``needed_bytes`` and ``available_bytes`` speak of one tier (or of the whole hierarchy) at one moment; ``proven``
-    tells whether no plan at all can exist, or whether this planner merely found none (a budget within one
-    largest extent of the lower bound).
+    ``needed_bytes`` and ``available_bytes`` are those of one tier (or of all tiers) at one moment. ``proven`` True: no
+    plan can exist. ``proven`` False: this planner found none, for a budget within one largest extent of the lower
+    bound.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class DoesNotFit(PatrickStarError):
 
 
 class DeviceOutOfMemory(PatrickStarError):
-    """The accelerator ran out of memory although the plan fitted; parameters are intact."""
+    """Say that the accelerator ran out of memory although the plan fitted; parameters are intact."""
 
 
 class IllegalTransition(PatrickStarError):
-    """A tensor was asked to enter a state that cannot follow the one it is in."""
+    """Say that a tensor was asked to enter a state that cannot follow its present one."""
 
     def __init__(self, *, subject: str, state: str, event: str, expected: tuple[str, ...]) -> None:
         self.subject = subject
@@ -82,28 +82,28 @@ class IllegalTransition(PatrickStarError):
 
 
 class AlreadyManaged(PatrickStarError):
-    """The model is already under management; release it first."""
+    """Say that the model is under management already; release it first."""
 
 
 class UnsupportedParameter(PatrickStarError):
-    """A parameter that cannot live in a chunk; the message names it and the remedy."""
+    """Say that a parameter cannot be stored in a chunk; the message names it and a remedy."""
 
 
 class PlanMismatch(PatrickStarError):
-    """A plan that breaks its own rules, or that does not belong to what is being run."""
+    """Say that a plan breaks its own rules, or does not belong to what is being run."""
 
 
 class CheckpointDamaged(PatrickStarError):
-    """A checkpoint whose bytes are not the bytes that were written."""
+    """Say that a checkpoint's bytes are not those that were written."""
 
 
 class CheckpointMismatch(PatrickStarError):
-    """A sound checkpoint, of a different model or optimizer."""
+    """Say that an intact checkpoint is of a different model or optimizer."""
 
 
 class RanksDiverged(PatrickStarError):
-    """Processes that should do the same thing no longer do."""
+    """Say that processes that should do the same thing no longer do."""
 
 
 class TierFailure(PatrickStarError):
-    """A memory or disk tier failed underneath us; names the file and the reason."""
+    """Say that a memory or disk tier failed; the message names the file and the reason."""

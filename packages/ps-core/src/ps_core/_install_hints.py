@@ -1,10 +1,12 @@
-"""How to get a package that is not there."""
+"""Say how to install a package that is missing."""
 
 from __future__ import annotations
 
 
 def how_to_install(library: str) -> str:
-    """In words that end in the command, by the name it is imported by; no package index has those of this project."""
+    """Return a sentence that ends in the command, by the import name; this project's packages are in no package
+    index.
+    """
     if library.startswith("ps_"):
         return f"in the folder of the clone, pip install packages/{library.replace('_', '-')}"
     return f"pip install {library}"

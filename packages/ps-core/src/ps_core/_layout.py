@@ -1,10 +1,10 @@
-"""How parameters are packed: groups, and one equal shard of each group for every process.
+"""Pack parameters into groups, and cut each group into one equal shard for every process.
 
 A *group* is one contiguous run of whole tensors in order of first use, about one layer. It is cut into as many equal,
-128-byte-aligned *shards* as there are processes; a *chunk* is one process's shard. Tensors may span shards, never
-groups, so a gathered group holds every tensor in one piece. Tensors that get a gradient, trainable ones that get none
-this iteration, and frozen ones never share a group: a frozen group has no optimizer state and is never written back,
-and a group either gets gradients for all its tensors or for none.
+128-byte-aligned *shards* as there are processes. A *chunk* is one process's shard. Tensors may span shards, never
+groups, so a gathered group holds every tensor in one piece. Three sorts of tensors never share a group: tensors with a
+gradient, trainable ones without one, and frozen ones. So a frozen group has no optimizer state and is never written
+back. A group gets gradients either for all its tensors or for none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All groups, in order of first use."""
+    """List all groups of a model, in order of first use."""
 
     ranks: int
     groups: tuple[Group, ...]
@@ -41,17 +41,17 @@ class Layout:
 
     @property
     def padded_numel(self) -> int:
-        """Elements stored on all processes together, padding included."""
+        """Return the number of elements stored on all processes together, padding included."""
         return sum(group.shard_numel for group in self.groups) * self.ranks
 
     @property
     def padding_numel(self) -> int:
-        """Elements that hold nothing."""
+        """Return the number of elements that hold nothing."""
         return self.padded_numel - sum(group.numel for group in self.groups)
 
     @property
     def utilisation(self) -> float:
-        """Elements that hold something, as a part of those stored."""
+        """Return the fraction of stored elements that hold something."""
         return 1 - self.padding_numel / self.padded_numel if self.groups else 1.0
 
 
@@ -82,7 +82,7 @@ def lay_out(trace: Trace, *, group_numel: int, ranks: int = 1) -> Layout:
 
 
 def units(trace: Trace) -> list[tuple[tuple[bool, bool], list[int]]]:
-    """Tensors in order of first use, those of one moment and one sort together; unused ones last."""
+    """Return tensors in order of first use, those of one moment and one sort together; unused ones last."""
     learning = {index for moment in trace.moments for index in moment.grads}
     units: list[tuple[tuple[bool, bool], list[int]]] = []
     seen: set[int] = set()

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, most: int = 3) -> str:
-    """A question that names the nearest known words; ``otherwise`` where none is near."""
+    """Return a question that names the nearest known words; ``otherwise`` if none is near."""
     words = list(known)
     begun = [each for each in words if each.startswith(word)] if word.strip("-") else []
     near = begun[:most] or get_close_matches(word, words, n=most, cutoff=0.65)

@@ -1,4 +1,4 @@
-"""What a user chooses: the optimizer, its parameter groups, the budget, and the rest."""
+"""Define what a user chooses: the optimizer, its parameter groups, the budget, and other options."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STEPS = ("after_backward", IN_BACKWARD)
 
 
 class _ByName:
-    """Values are given by name."""
+    """A class whose values are given by name."""
 
     __slots__ = ()
     _as_in: ClassVar[str]
     """How one is written."""
 
     def __new__(cls, *given: object, **named: object) -> Self:
-        """Refuse what the constructor would not understand."""
+        """Raise `InvalidInput` for arguments that the constructor does not know."""
         if given:
             raise InvalidInput(
                 f"{cls.__name__} takes values by name, as in {cls._as_in}; found {_kind(given[0])} without one"
@@ -43,7 +43,7 @@ class _ByName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group(_ByName):
-    """Other values for the parameters that ``match(name, parameter)`` is true for; None: as for all others."""
+    """Set other values for the parameters for which ``match(name, parameter)`` is true; None: as for all others."""
 
     _as_in = "Group(match=lambda name, _: name.endswith('bias'), weight_decay=0.0)"
 
@@ -55,17 +55,19 @@ class Group(_ByName):
     weight_decay: float | None = None
     settings: Mapping[str, Any] | None = None
     """Of a `TorchOptimizer`: other settings, by the names that its class has for them."""
+    kind: type | None = None
+    """Of a `TorchOptimizer`: another class of PyTorch's; it starts from its own settings, not from the common ones."""
 
     @property
     def overrides(self) -> dict[str, Any]:
         """The values this group sets."""
-        names = (row.name for row in fields(self) if row.name not in ("match", "settings"))
+        names = (row.name for row in fields(self) if row.name not in ("match", "settings", "kind"))
         return {name: value for name in names if (value := getattr(self, name)) is not None} | dict(self.settings or {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adam(_ByName):
-    """Adam; weight decay, if any, is added to the gradient."""
+    """The Adam optimizer; weight decay, if any, is added to the gradient."""
 
     _as_in = "Adam(lr=1e-3), for the parameters of the model that chunked is given"
 
@@ -82,7 +84,7 @@ class Adam(_ByName):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW(_ByName):
-    """Adam with decoupled weight decay."""
+    """The Adam optimizer with decoupled weight decay."""
 
     _as_in = "AdamW(lr=1e-3), for the parameters of the model that chunked is given"
 
@@ -114,9 +116,10 @@ class SGD(_ByName):
 
 
 class TorchOptimizer:
-    """An element-wise optimizer class of PyTorch, with its settings: ``TorchOptimizer(torch.optim.RMSprop, lr=1e-3)``.
+    """An optimizer class of PyTorch, with its settings: ``TorchOptimizer(torch.optim.RMSprop, lr=1e-3)``.
 
-    A `Group` may give some parameters other settings: ``Group(match=..., lr=1e-4, settings={"alpha": 0.9})``.
+    A `Group` may give some parameters other settings, ``Group(match=..., lr=1e-4, settings={"alpha": 0.9})``, or
+    another class, ``Group(match=..., kind=torch.optim.AdamW, lr=1e-4)``.
     """
 
     __slots__ = ("groups", "kind", "settings")
@@ -144,7 +147,7 @@ Optimizer: TypeAlias = Adam | AdamW | SGD
 
 
 def for_parameter(optimizer: Optimizer, name: str, parameter: object = None) -> Optimizer:
-    """The optimizer as it is for one parameter: the first matching group's values over the common ones."""
+    """Return the optimizer of one parameter: the first matching group's values over the common ones."""
     for group in optimizer.groups:
         if group.match(name, parameter):
             return replace(optimizer, groups=(), **group.overrides)
@@ -152,7 +155,7 @@ def for_parameter(optimizer: Optimizer, name: str, parameter: object = None) -> 
 
 
 class _UsedByOneModel(_ByName):
-    """Remembers which model uses this object. Copies and pickles do not: what is here is no field."""
+    """Remember which model uses this object. Copies and pickles forget it: it is no field."""
 
     __slots__ = ("_user",)
     _user: tuple[str, Callable[[], bool]]
@@ -161,11 +164,11 @@ class _UsedByOneModel(_ByName):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget(_UsedByOneModel):
-    """How much memory may be used on each tier: bytes, or a text like ``"20GiB"``.
+    """Say how much memory may be used on each tier: bytes, or a text like ``"20GiB"``.
 
-    ``device`` None: what is free, less a tenth. ``host`` None: what is available to the node, less a tenth; the
-    processes of a node share it. ``disk`` None: no disk tier. One object is for one managed model at a time: for
-    several, cut it by `split`.
+    ``device`` None: what is free, less a tenth. ``host`` None: what is available to the node, less a tenth; the node's
+    processes share it. ``disk`` None: no disk tier. One object is for one managed model at a time: for several, divide
+    it by `split`.
     """
 
     _as_in = "Budget(device='8GiB')"
@@ -184,7 +187,7 @@ class Budget(_UsedByOneModel):
             raise InvalidInput("Budget.disk and Budget.disk_dir go together: give both or neither")
 
     def split(self, *parts: float) -> tuple[Budget, ...]:
-        """Budgets that together are this one: ``student, teacher = budget.split(3, 1)``. What is None stays None."""
+        """Return budgets that together are this one: ``student, teacher = budget.split(3, 1)``. None stays None."""
         numbers = [part for part in parts if isinstance(part, int | float) and 0 < part < math.inf]
         if len(numbers) < 2 or len(numbers) < len(parts):
             raise InvalidInput(
@@ -200,17 +203,17 @@ class Budget(_UsedByOneModel):
 
     @property
     def device_bytes(self) -> int | None:
-        """``device`` in bytes."""
+        """Return ``device`` in bytes."""
         return None if self.device is None else parse_bytes(self.device)
 
     @property
     def host_bytes(self) -> int | None:
-        """``host`` in bytes."""
+        """Return ``host`` in bytes."""
         return None if self.host is None else parse_bytes(self.host)
 
     @property
     def disk_bytes(self) -> int | None:
-        """``disk`` in bytes."""
+        """Return ``disk`` in bytes."""
         return None if self.disk is None else parse_bytes(self.disk)
 
 
@@ -236,7 +239,7 @@ def mark_used(budget: Budget, model_name: str, is_managed: Callable[[], bool]) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(_ByName):
-    """Everything else, with defaults that need no thought."""
+    """Set all other choices; the defaults suit most models."""
 
     _as_in = "Options(prefetch=2)"
 
@@ -306,6 +309,10 @@ def _check(optimizer: object, lr: object, weight_decay: object, groups: object) 
     _number("weight_decay", weight_decay)
     known = {row.name for row in fields(optimizer)}  # type: ignore[arg-type]  # one of the dataclasses above
     for group in _check_groups(groups):
+        if group.kind is not None:
+            raise InvalidInput(
+                f"Group.kind is for a TorchOptimizer; {type(optimizer).__name__} has one class for all parameters"
+            )
         for name in group.overrides:
             if name not in known:
                 raise InvalidInput(f"{type(optimizer).__name__} has no {name!r} for a Group to set")
@@ -321,6 +328,8 @@ def _check_groups(groups: object) -> tuple[Group, ...]:
         _check_takes_two(group.match)
         if not isinstance(group.settings, Mapping | None):
             raise InvalidInput(f"Group.settings must be a dictionary of settings by name, found {group.settings!r}")
+        if not isinstance(group.kind, type | None):
+            raise InvalidInput(f"Group.kind must be an optimizer class, found {group.kind!r}")
     return groups
 
 

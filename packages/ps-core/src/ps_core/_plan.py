@@ -1,22 +1,22 @@
-"""A plan as data: the instruction set, segments, and what running them means.
+"""Define plans as data: the instruction set, segments, and the meaning of each.
 
 [Note: what a plan means]
-A plan has one *home* placement and some segments. Every segment begins and ends in home, so any segment may follow
-any other whose contents agree. Home slots are numbered 0, 1, ... in the order of ``Plan.home``; slots a segment
-reserves carry higher numbers, used once each.
+A plan has one *home* placement and some segments. Every segment begins and ends in home, so any segment may follow any
+other whose contents agree. Home slots are numbered 0, 1, ... in the order of ``Plan.home``. Slots that a segment
+reserves have higher numbers, used once each.
 
-Order. An instruction runs when every earlier instruction *of its queue* and every instruction in ``after`` is
-complete. Nothing else may be assumed: any order this allows must give the same bytes. Across segments the executor
-joins by address: an instruction waits for those of the earlier segment that touched bytes it touches. Micro-batch
-segments end with `Decide`; whether `step` or `skip` follows is read from it.
+Order. An instruction runs when every earlier instruction *of its queue* and every instruction in ``after`` is complete.
+Nothing else may be assumed: any order this allows must give the same bytes. Across segments the executor orders by
+address: an instruction waits for earlier segments' instructions on the same bytes. Micro-batch segments end with
+`Decide`; its result says whether `step` or `skip` follows.
 
 Memory. A tier is an address space of ``capacity_bytes``. A slot owns its range from `Reserve` to `Release`. On the
-compute tier (tier 0) non-model data owns the *tide*, a range at the top: ``nonmodel_bytes`` of a moment while it runs,
-and between two moments the smaller of the two (before the first and after the last of a segment: nothing). Owned
-ranges never overlap; that is how a budget is kept, in every order.
+compute tier (tier 0) non-model data owns the *tide*, a range at the top. While a moment runs, that is its
+``nonmodel_bytes``. Between two moments it is the smaller of the two; at a segment's beginning and end, nothing. Owned
+ranges never overlap. That keeps a budget, in every order.
 
-Contents. A fresh slot holds poison. A `Copy` names the version it carries; reading anything but the expected version
-is an error. See [Note: extents and versions] in `_program` for what versions mean.
+Contents. A fresh slot holds poison. A `Copy` names the version it carries; reading anything but the expected version is
+an error. See [Note: extents and versions] in `_program`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ps_core._program import Extent, SegmentName
 
 
 class Queue(IntEnum):
-    """What executes an instruction. Each queue does one thing at a time, in order."""
+    """A queue, which executes one instruction at a time, in order."""
 
     COMPUTE = 0
     H2D = 1
@@ -55,7 +55,7 @@ TIER_STACKS = (("device",), ("host",), ("device", "host"), ("host", "disk"), ("d
 
 
 def check_tiers(tiers: tuple[Tier, ...]) -> None:
-    """Refuse a list of tiers that is not one of `TIER_STACKS`."""
+    """Raise `InvalidInput` for a list of tiers that is not one of `TIER_STACKS`."""
     if tuple(tier.name for tier in tiers) not in TIER_STACKS:
         stacks = ", ".join("-".join(stack) for stack in TIER_STACKS)
         found = "-".join(tier.name for tier in tiers)
@@ -63,7 +63,7 @@ def check_tiers(tiers: tuple[Tier, ...]) -> None:
 
 
 def link(source: str, target: str) -> Queue:
-    """The queue that copies from one tier to the next."""
+    """Return the queue that copies from one tier to the next."""
     return {
         ("host", "device"): Queue.H2D,
         ("device", "host"): Queue.D2H,
@@ -73,7 +73,7 @@ def link(source: str, target: str) -> Queue:
 
 
 def worker(tiers: tuple[Tier, ...], tier: int) -> Queue:
-    """The queue that computes on (or shifts within) a tier."""
+    """Return the queue that computes on (or shifts within) a tier."""
     if tier == 0:
         return Queue.COMPUTE
     return Queue.CPU if tiers[tier].name == "host" else Queue.DISK_W
@@ -81,7 +81,7 @@ def worker(tiers: tuple[Tier, ...], tier: int) -> Queue:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Take ``bytes`` at ``offset``; both multiples of the alignment."""
+    """Reserve ``bytes`` at ``offset``; both are multiples of the alignment."""
 
     slot: int
     tier: int
@@ -91,14 +91,14 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give a slot's bytes back; what it held is lost."""
+    """Release a slot's bytes; its contents are lost."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy an extent between neighbouring tiers (on their link's queue)."""
+    """Copy an extent between adjacent tiers, on the queue of their link."""
 
     extent: Extent
     version: int
@@ -109,7 +109,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Move a slot within its tier; ranges may overlap (on the tier's worker queue)."""
+    """Move a slot within its tier, on the tier's worker queue; ranges may overlap."""
 
     slot: int
     offset: int
@@ -127,10 +127,10 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """Sum a group's complete gradient over processes, keeping our shard, on the compute tier.
+    """Sum a group's complete gradient over processes on the compute tier, and keep this process's shard.
 
-    With ``overwrites`` FULL version K becomes the weight chunk's version K; without, GRAD version K becomes RGRAD
-    version K. ``wire`` is scratch for what the others send, piece by piece; its contents are lost.
+    With ``overwrites`` FULL version K becomes the weight chunk's version K. Without, GRAD version K becomes RGRAD
+    version K. ``wire`` is scratch memory for the other processes' values; its contents are lost.
     """
 
     group: int
@@ -151,7 +151,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Accumulate:
-    """Add a complete local gradient (GRAD or RGRAD, version K) to ACC on the same tier; ``first``: start it."""
+    """Add a complete local gradient (GRAD or RGRAD, version K) to ACC on the same tier; ``first`` starts the sum."""
 
     group: int
     gradient: int
@@ -161,7 +161,7 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Sum of squares and finite flag of a group's final gradient (weight version K, or ACC), into part ``group``."""
+    """Compute the square sum and finite flag of a final gradient (weight version K, or ACC), for part ``group``."""
 
     group: int
     slot: int
@@ -169,17 +169,17 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """Agree on the norm from every stepped group's part, hence on clipping, step or skip (COLL)."""
+    """Agree on the norm from every stepped group's part, and so on clipping, step or skip (COLL)."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Optimizer step of a group's chunk; every slot on one tier, on its worker queue.
+    """Step a group's chunk; every slot is on one tier, on its worker queue.
 
-    ``slots`` names the slot of each of `Program.home_kinds`, in its order. P32, M, V go from version 0 to 1, a 16-bit
-    weight becomes its rebuilt version (over the gradient with ``overwrites``, over anything without), ACC is read.
+    ``slots`` names the slot of each of `Program.home_kinds`, in its order. P32, M, V go from version 0 to 1. A 16-bit
+    weight becomes its rebuilt version: over the gradient with ``overwrites``, over anything without. ACC is read.
     """
 
     group: int
@@ -201,7 +201,7 @@ Op: TypeAlias = (
 
 
 def slots_of(op: Op) -> tuple[int, ...]:
-    """The slots an instruction names."""
+    """Return the slots that an instruction names."""
     if isinstance(op, Copy):
         return (op.source, op.target)
     if isinstance(op, Run | Step):
@@ -221,7 +221,7 @@ def slots_of(op: Op) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Instr:
-    """One instruction. In a plan as made, ``id`` is its place in the segment, and ``after`` names earlier ones."""
+    """One instruction. In a new plan ``id`` is its place in the segment, and ``after`` names earlier ones."""
 
     id: int
     queue: Queue
@@ -233,7 +233,7 @@ class Instr:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One home slot: a range of a tier kept for one extent."""
+    """One home slot: a range of a tier that is kept for one extent."""
 
     tier: int
     offset: int
@@ -243,7 +243,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Instructions from home to home."""
+    """A list of instructions that begins and ends in the home placement."""
 
     name: SegmentName
     instrs: tuple[Instr, ...]
@@ -251,7 +251,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything an executor needs besides the program."""
+    """Hold everything that an executor needs besides the program."""
 
     tiers: tuple[Tier, ...]
     home: tuple[Held, ...]
@@ -263,14 +263,14 @@ class Plan:
     """What the planner had to do that a reader should know (repairs, fall-backs)."""
 
     def segment(self, name: SegmentName) -> Segment:
-        """The segment of that name."""
+        """Return the segment of that name."""
         for segment in self.segments:
             if segment.name is name:
                 return segment
         raise InvalidInput(f"this plan has no segment {name.value!r}")
 
     def home_tier(self, extent: Extent) -> int:
-        """The tier an extent's home is on."""
+        """Return the tier of an extent's home slot."""
         for held in self.home:
             if held.extent == extent:
                 return held.tier
@@ -278,5 +278,5 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """The same for equal plans and, but for accidents, for no others: what processes compare."""
+        """Return a text that is equal for equal plans, and practically never for others; processes compare it."""
         return hashlib.sha256(repr((self.tiers, self.home, self.segments)).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""What must happen in each segment of training, said once for everybody who plans, checks or runs it.
+"""Define what must happen in each segment of training, for all that plan, check or run it.
 
 [Note: extents and versions]
-An *extent* is one payload that moves as a whole: one kind of one group's chunk (or one activation). What an extent
-holds changes in a fixed order, so a whole number, its *version*, says exactly which bytes a copy should contain:
+An *extent* moves as a whole: one kind of one group's chunk, or one activation. Its contents, the *payload*, change in a
+fixed order. So an integer, its *version*, says exactly which bytes a copy should contain:
 
     weight   P16 (16-bit) or P32 (fp32); one process reads it directly, several gather shards into FULL first.
              0 = the parameters. With ``overwrites`` the gradient is written over them: 1..K after each of the group's
@@ -19,9 +19,9 @@ holds changes in a fixed order, so a whole number, its *version*, says exactly w
     ACT      0.
     WIRE     scratch of a reduce-scatter; has no version.
 
-Every segment begins and ends in the plan's *home* placement, and at a segment's start versions count afresh:
-`Program.entry` and `Program.exit` say what home must hold at either end. An extent not listed there holds nothing
-that anyone may read.
+Every segment begins and ends in the plan's *home* placement. At a segment's start versions are counted anew.
+`Program.entry` and `Program.exit` say what home slots must hold at either end. An extent that is not listed there may
+not be read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MOST_MICRO_BATCHES = 1024
 
 
 class Precision(StrEnum):
-    """What parameters are computed in. The 16-bit ones keep fp32 masters."""
+    """The type that parameters are computed in. The 16-bit ones keep fp32 masters."""
 
     BF16 = "bf16"
     FP16 = "fp16"
@@ -54,7 +54,7 @@ class Precision(StrEnum):
 
 
 class Kind(StrEnum):
-    """The kinds of payload; see [Note: extents and versions]."""
+    """The kinds of data; see [Note: extents and versions]."""
 
     P16 = "p16"
     P32 = "p32"
@@ -75,17 +75,17 @@ STATES = (Kind.M, Kind.V, Kind.S3, Kind.S4)
 
 
 class Extent(NamedTuple):
-    """One payload that moves as a whole. ``index`` is the group's, or the activation's for ACT."""
+    """Data that moves as a whole. ``index`` is the group's, or the activation's for ACT."""
 
     kind: Kind
     index: int  # type: ignore[assignment]  # no one looks for a tuple's method here
 
 
 class Use(NamedTuple):
-    """What a moment does to an extent on the compute tier.
+    """Say how a moment uses an extent on the compute tier.
 
-    ``before`` is the version it must find (None: whatever is there, the extent is born or its payload is dead),
-    ``after`` the version it leaves; equal means read only.
+    ``before`` is the version that it must find. None means any contents: the extent is new, or its data are not needed.
+    ``after`` is the version that it leaves; equal means read only.
     """
 
     extent: Extent
@@ -96,7 +96,7 @@ class Use(NamedTuple):
 
 
 class SegmentName(StrEnum):
-    """The stretches of training a plan is made of. ``MICRO_LAST`` is the only micro-batch where there is one."""
+    """Name the segments of a plan. ``MICRO_LAST`` is the only micro-batch if there is one."""
 
     PROLOGUE = "prologue"
     MICRO_FIRST = "micro_first"
@@ -108,7 +108,7 @@ class SegmentName(StrEnum):
 
     @property
     def is_micro(self) -> bool:
-        """Whether the segment runs forward and backward."""
+        """Return True if the segment runs forward and backward."""
         return self in (SegmentName.MICRO_FIRST, SegmentName.MICRO_MID, SegmentName.MICRO_LAST)
 
 
@@ -129,7 +129,7 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A trace over a layout, and how it is trained. Pure data; everything else here is derived."""
+    """A trace over a layout, and how it is trained. All methods derive from these data."""
 
     trace: Trace
     layout: Layout
@@ -150,12 +150,12 @@ class Program:
 
     @property
     def ranks(self) -> int:
-        """Processes that share the model."""
+        """Return how many processes share the model."""
         return self.layout.ranks
 
     @property
     def overwrites(self) -> bool:
-        """Whether gradients are written over the 16-bit parameters (14 bytes a parameter)."""
+        """Return True if gradients are written over the 16-bit parameters (14 bytes a parameter)."""
         return self.precision is not Precision.FP32 and self.accumulate == 1
 
     @property
@@ -165,22 +165,22 @@ class Program:
 
     @property
     def weight(self) -> Kind:
-        """The kind a chunk's weights are computed from."""
+        """Return the kind that a chunk's weights are computed from."""
         return Kind.P32 if self.precision is Precision.FP32 else Kind.P16
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of one computed weight or gradient element."""
+        """Return the bytes of one computed weight or gradient element."""
         return 4 if self.precision is Precision.FP32 else 2
 
     @property
     def compute_weight(self) -> Kind:
-        """The kind a moment reads: the chunk itself, or the gathered group."""
+        """Return the kind that a moment reads: the chunk itself, or the gathered group."""
         return self.weight if self.ranks == 1 else Kind.FULL
 
     @property
     def local_gradient(self) -> Kind:
-        """Without ``overwrites``: the kind that is added to the accumulator."""
+        """Return the kind that is added to the accumulator, without ``overwrites``."""
         return Kind.GRAD if self.ranks == 1 else Kind.RGRAD
 
     @property
@@ -190,7 +190,7 @@ class Program:
 
     @cached_property
     def visits(self) -> tuple[Visit, ...]:
-        """All moments, forward then backward, tensors replaced by their groups."""
+        """Return all moments, forward then backward, tensors replaced by their groups."""
         owner = self.layout.group_of
         rows = tuple(
             Visit(
@@ -211,7 +211,9 @@ class Program:
 
     @staticmethod
     def _with_late_reads(rows: tuple[Visit, ...]) -> tuple[Visit, ...]:
-        """A payload read after the last gradient: what is kept aside until then arrives there."""
+        """Return the moments; a gradient also arrives at a weight's last read, if an earlier one was delayed until
+        then.
+        """
         last_gradient = {group: row.index for row in rows for group in row.grads}
         last_read = {group: row.index for row in rows for group in row.reads}
         late: dict[int, tuple[int, ...]] = defaultdict(tuple)
@@ -222,7 +224,7 @@ class Program:
 
     @cached_property
     def gradient_visits(self) -> tuple[tuple[int, ...], ...]:
-        """For each group, the moments at which a gradient (or a part of one) arrives."""
+        """Return, for each group, the moments at which a gradient (or a part of one) arrives."""
         found: dict[int, list[int]] = defaultdict(list)
         for visit in self.visits:
             for group in visit.grads:
@@ -231,7 +233,7 @@ class Program:
 
     @cached_property
     def last_reads(self) -> tuple[int, ...]:
-        """For each group, the last moment that needs its payload (-1: none)."""
+        """Return, for each group, the last moment that reads its weight (-1: none)."""
         last = [-1] * len(self.layout.groups)
         for visit in self.visits:
             for group in visit.reads:
@@ -240,7 +242,7 @@ class Program:
 
     @cached_property
     def completions(self) -> tuple[tuple[int, ...], ...]:
-        """For each moment, the groups whose gradient is then complete and free to leave."""
+        """Return, for each moment, the groups whose gradients are complete and free to leave behind it."""
         done: list[list[int]] = [[] for _ in self.trace.moments]
         for group in self.stepped:
             done[self.gradient_visits[group][-1]].append(group)
@@ -248,7 +250,7 @@ class Program:
 
     @cached_property
     def last_takes(self) -> tuple[int, ...]:
-        """For each activation, the moment after which it is dead."""
+        """Return, for each activation, the moment after which it is not needed."""
         last = [-1] * len(self.trace.activations)
         for visit in self.visits:
             for activation in visit.takes:
@@ -257,21 +259,21 @@ class Program:
 
     @cached_property
     def stepped(self) -> tuple[int, ...]:
-        """Groups that get a gradient, hence a step, in order of first use."""
+        """Return the groups that get a gradient, and so a step, in order of first use."""
         return tuple(group for group, visits in enumerate(self.gradient_visits) if visits)
 
     def casts(self, segment: SegmentName) -> tuple[int, ...]:
-        """Groups whose 16-bit weight a segment rebuilds from its master without a step."""
+        """Return the groups whose 16-bit weight a segment rebuilds from its master without a step."""
         if segment is SegmentName.PROLOGUE and self.weight is Kind.P16 and self.training:
             return tuple(group.index for group in self.layout.groups if group.trainable)
         return self.stepped if segment is SegmentName.SKIP and self.overwrites else ()
 
     def rebuilt(self, group: int) -> int:
-        """The version of a 16-bit weight rebuilt from its master."""
+        """Return the version of a 16-bit weight rebuilt from its master."""
         return (len(self.gradient_visits[group]) if self.overwrites else 0) + 1
 
     def bytes_of(self, extent: Extent) -> int:
-        """Bytes of a slot that can hold the extent, on one process; a multiple of the alignment."""
+        """Return the bytes of a slot that can hold the extent, on one process; a multiple of the alignment."""
         size = self._sizes.get(extent)
         if size is None:
             size = self._sizes[extent] = self._bytes_of(*extent)
@@ -279,7 +281,7 @@ class Program:
 
     @cached_property
     def _sizes(self) -> dict[Extent, int]:
-        """What `bytes_of` has worked out: it is asked more often than anything else."""
+        """Return the results of `bytes_of`, which is called more often than anything else."""
         return {}
 
     def _bytes_of(self, kind: Kind, index: int) -> int:
@@ -293,11 +295,11 @@ class Program:
 
     @property
     def state_kinds(self) -> tuple[Kind, ...]:
-        """The kinds of the optimizer's states."""
+        """Return the kinds of the optimizer's states."""
         return STATES[: self.states]
 
     def home_kinds(self, group: int) -> tuple[Kind, ...]:
-        """The kinds of a group that have a home, computed weight first."""
+        """Return the kinds of a group that have a home slot, computed weight first."""
         if not (self.training and self.layout.groups[group].trainable):
             return (self.weight,)
         states = (Kind.P32, *self.state_kinds)
@@ -306,7 +308,7 @@ class Program:
 
     @cached_property
     def segments(self) -> tuple[SegmentName, ...]:
-        """The segments this program has, in the order a plan lists them."""
+        """Return the segments of this program, in a plan's order."""
         if not self.training:
             return (SegmentName.EVAL,)
         names = [SegmentName.PROLOGUE] if self.weight is Kind.P16 else []
@@ -315,14 +317,14 @@ class Program:
         return (*names, SegmentName.MICRO_LAST, SegmentName.STEP, SegmentName.SKIP, SegmentName.EVAL)
 
     def iteration(self) -> tuple[SegmentName, ...]:
-        """The segments of one training step, in order."""
+        """Return the segments of one training step, in order."""
         if not self.training:
             return (SegmentName.EVAL,)
         first = (SegmentName.MICRO_FIRST,) if self.accumulate > 1 else ()
         return (*first, *(SegmentName.MICRO_MID,) * (self.accumulate - 2), SegmentName.MICRO_LAST, SegmentName.STEP)
 
     def segment_visits(self, segment: SegmentName) -> tuple[Visit, ...]:
-        """The moments a segment runs."""
+        """Return the moments a segment runs."""
         if segment.is_micro:
             return self.visits
         if segment is SegmentName.EVAL:
@@ -330,19 +332,19 @@ class Program:
         return ()
 
     def uses(self, segment: SegmentName, visit: Visit) -> tuple[Use, ...]:
-        """What a moment needs on the compute tier, and what it does to it."""
+        """Return the extents that a moment needs on the compute tier, and how it uses each."""
         return self._micro_uses[visit.index] if segment.is_micro else self._eval_uses[visit.index]
 
     def entry(self, segment: SegmentName) -> dict[Extent, int]:
-        """Versions that home holds when the segment begins."""
+        """Return the versions that home slots hold when the segment begins."""
         return self._versions(segment, at_exit=False)
 
     def exit(self, segment: SegmentName) -> dict[Extent, int]:
-        """Versions that home must hold when the segment ends."""
+        """Return the versions that home slots must hold when the segment ends."""
         return self._versions(segment, at_exit=True)
 
     def accumulates_first(self, segment: SegmentName) -> bool:
-        """Whether the segment's gradients start the accumulator rather than add to it."""
+        """Return True if the segment's gradients start the accumulator; False if they are added to it."""
         return segment is SegmentName.MICRO_FIRST or self.accumulate == 1
 
     @cached_property

@@ -1,11 +1,11 @@
-"""What state a parameter tensor is in, what may happen to it next, and what follows for its chunk.
+"""Define the states of a parameter tensor, what may happen in each, and the resulting state of its chunk.
 
 [Note: counted uses]
-A tensor may be used several times in one iteration (tied weights) and uses may overlap (recomputation inside a backward
-operator). It therefore declares its `Uses`: forward uses, backward uses that read the payload, and gradient
-contributions. It leaves COMPUTE when its last open use closes. Where gradients go over the parameters, the slot may be
-overwritten once no payload read is left; contributions may still arrive after that (a tied embedding's gradient at the
-embedding's backward), and the ones that came before are kept aside.
+A tensor may be used several times in one iteration (tied weights). Uses may overlap (recomputation inside a backward
+operator). So a tensor declares its `Uses`: forward uses, backward uses that read the payload, and gradient
+contributions. It leaves COMPUTE when its last open use closes. If gradients go over the parameters, the slot may be
+overwritten once no payload read is left. Contributions may still arrive after that, such as a tied embedding's gradient
+at the embedding's backward. Earlier ones are kept apart until then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ps_core._trace import Phase, Trace
 
 
 class TensorState(StrEnum):
-    """Where a tensor is in its iteration.
+    """Say where a tensor is in its iteration.
 
     FREE            No payload. Registered: the name, shape and type only. Memory: nothing.
     HOLD            The payload is the parameter (or a slot whose contents are dead and await a gradient). Registered:
@@ -41,10 +41,10 @@ class TensorState(StrEnum):
 
 
 class Event(StrEnum):
-    """What happens to a tensor.
+    """Name what happens to a tensor.
 
-    FORWARD_DONE comes once for every tensor when the whole forward pass is over. PASS_DONE ends an evaluation or a
-    micro-batch after which the payload is still the parameter; REBUILD makes it the parameter again from its fp32
+    FORWARD_DONE comes once for every tensor when the whole forward pass is over. PASS_DONE ends an evaluation, or a
+    micro-batch after which the payload is still the parameter. REBUILD makes it the parameter again from its fp32
     master (after a skipped step, or at the start). A forward event after FORWARD_DONE is recomputation.
     """
 
@@ -62,7 +62,7 @@ class Event(StrEnum):
 
 
 class ChunkState(StrEnum):
-    """What follows for a chunk from its tensors.
+    """Say what state a chunk has by its tensors' states.
 
     FREE      No tensor has a payload; the slot can be used for something else.
     RELEASED  As FREE, for a chunk that other processes hold (a gathered group).
@@ -77,7 +77,7 @@ class ChunkState(StrEnum):
 
     @property
     def evictable(self) -> bool:
-        """Whether the chunk may be moved off the tier it is on."""
+        """Return True if the chunk may be moved off its tier."""
         return self is ChunkState.HOLD
 
 
@@ -109,7 +109,7 @@ TRANSITIONS = _table()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uses:
-    """How often one micro-batch uses a tensor; see [Note: counted uses]."""
+    """Count how often one micro-batch uses a tensor; see [Note: counted uses]."""
 
     forward: int = 0
     payload_reads: int = 0
@@ -119,7 +119,7 @@ class Uses:
 
 
 def count_uses(trace: Trace) -> tuple[Uses, ...]:
-    """Each tensor's uses, as the trace's moments have them."""
+    """Count each tensor's uses in the trace's moments."""
     forward: Counter[int] = Counter()
     reads: Counter[int] = Counter()
     gradients: Counter[int] = Counter()
@@ -133,7 +133,7 @@ def count_uses(trace: Trace) -> tuple[Uses, ...]:
 
 
 def chunk_state(states: Iterable[TensorState], *, remote: bool = False) -> ChunkState:
-    """The state of a chunk whose tensors are in ``states``; ``remote``: other processes hold its payload."""
+    """Return the state of a chunk whose tensors are in ``states``; ``remote``: other processes hold its payload."""
     found = set(states)
     if TensorState.COMPUTE in found:
         return ChunkState.COMPUTE
@@ -144,7 +144,7 @@ def chunk_state(states: Iterable[TensorState], *, remote: bool = False) -> Chunk
 
 @dataclass(slots=True)
 class _Record:
-    """One tensor's state and how much of its `Uses` is behind it."""
+    """One tensor's state, and how many of its `Uses` are over."""
 
     name: str
     uses: Uses
@@ -263,40 +263,40 @@ class StateBook:
 
     @classmethod
     def of_trace(cls, trace: Trace, *, overwrites: bool) -> StateBook:
-        """A book for a trace's tensors, all of them FREE."""
+        """Return a book for a trace's tensors, all of them FREE."""
         return cls([tensor.name for tensor in trace.tensors], count_uses(trace), overwrites=overwrites)
 
     def __len__(self) -> int:
         return len(self._records)
 
     def state(self, tensor: int) -> TensorState:
-        """The state a tensor is in."""
+        """Return the state a tensor is in."""
         return self._records[tensor].state
 
     def chunk(self, tensors: Iterable[int], *, remote: bool = False) -> ChunkState:
-        """The state of the chunk that these tensors make up."""
+        """Return the state of the chunk that these tensors make up."""
         return chunk_state((self._records[tensor].state for tensor in tensors), remote=remote)
 
     def may_overwrite(self, tensor: int) -> bool:
-        """Whether a gradient may go over the payload now: forward is over, and no read of the parameter is left."""
+        """Return True if a gradient may overwrite the payload now: forward is over, and no read is left."""
         record = self._records[tensor]
         return record.overwrites and record.forward_done and record.reads_left == 0
 
     def gradient_complete(self, tensor: int) -> bool:
-        """Whether every contribution to the gradient has arrived (False for a tensor that gets none)."""
+        """Return True if every contribution to the gradient has arrived; False for a tensor that gets none."""
         record = self._records[tensor]
         return record.gradients == record.uses.gradients > 0
 
     def legal(self, tensor: int) -> tuple[Event, ...]:
-        """What may happen to a tensor now."""
+        """Return the events that may happen to a tensor now."""
         record = self._records[tensor]
         return tuple(event for event in Event if any(_is_legal(record, event, *flags) for flags in _USES_OF_BACKWARD))
 
     def apply(self, tensor: int, event: Event, *, reads: bool = True, gradient: bool = False) -> TensorState:
-        """Let an event happen; `IllegalTransition`, and no change, if it cannot.
+        """Apply an event to a tensor; raise `IllegalTransition`, and change nothing, if it cannot happen.
 
         ``reads`` and ``gradient`` matter to backward events only: whether the use needs the parameter, and whether it
-        brings a gradient. The closing event must say the same as the opening one.
+        makes a gradient. The closing event must say the same as the opening one.
         """
         record = self._records[tensor]
         if not _is_legal(record, event, reads, gradient):

@@ -1,8 +1,9 @@
-"""What one iteration touches, moment by moment.
+"""Describe what one iteration touches, moment by moment.
 
 A *moment* is the instant an operator (or a block of them) runs. A trace lists the moments of one micro-batch, forward
-then backward, on one process: which parameters each one reads, for which ones a gradient arrives, which saved
-activations it makes or takes, and how many other bytes live on the compute tier while it runs.
+then backward, on one process. Each moment lists the parameters that it reads, and those for which a gradient arrives.
+It lists the saved activations that it makes or takes. It also says how many other bytes are on the compute tier
+meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FORMAT = "patrickstar-trace/1"
 
 
 class Phase(StrEnum):
-    """Where in an iteration a moment lies. Recomputation inside backward is BACKWARD."""
+    """Say where in an iteration a moment lies. Recomputation inside backward is BACKWARD."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -36,14 +37,14 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """A saved activation the planner may move off the compute tier (say, a checkpointed block's input)."""
+    """A saved activation that the planner may move off the compute tier (such as a checkpointed block's input)."""
 
     name: str
     bytes: int
 
 
 class Amounts(NamedTuple):
-    """What a moment computes, counted; each is a figure of `Moment`."""
+    """The amounts that a moment computes; each is a figure of `Moment`."""
 
     flops: float = 0.0
     elements: float = 0.0
@@ -53,13 +54,13 @@ class Amounts(NamedTuple):
     tanhs: float = 0.0
 
     def plus(self, other: Amounts) -> Amounts:
-        """Both together."""
+        """Return the sum of both."""
         return Amounts(*(mine + more for mine, more in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """One operator or block running. Numbers in the tuples are indices into the trace's lists."""
+    """One operator or block that runs. Numbers in the tuples are indices into the trace's lists."""
 
     name: str
     phase: Phase
@@ -91,7 +92,7 @@ class Moment:
 
     @property
     def amounts(self) -> Amounts:
-        """What it computes."""
+        """Return the amounts that the moment computes."""
         return Amounts(*(getattr(self, name) for name in Amounts._fields))
 
 
@@ -111,21 +112,21 @@ class Trace:
 
     @property
     def parameters(self) -> int:
-        """Elements in all tensors."""
+        """Return the number of elements in all tensors."""
         return sum(tensor.numel for tensor in self.tensors)
 
     @property
     def peak_nonmodel_bytes(self) -> int:
-        """The most non-model bytes of any moment."""
+        """Return the most non-model bytes of any moment."""
         return max((moment.nonmodel_bytes for moment in self.moments), default=0)
 
     def to_json(self) -> str:
-        """The trace as one JSON document; ``from_json`` gives it back equal."""
+        """Return the trace as one JSON document, which ``from_json`` reads back equal."""
         return json.dumps({"format": FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
-        """The trace a JSON document holds; `InvalidInput` says what is wrong with a damaged one."""
+        """Return the trace of a JSON document; `InvalidInput` says what is wrong with a damaged one."""
         try:
             data: Any = json.loads(text)
             if not isinstance(data, dict) or data.pop("format", None) != FORMAT:

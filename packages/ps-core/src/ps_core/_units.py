@@ -1,4 +1,4 @@
-"""Sizes as people write them, and as we print them."""
+"""Read and write sizes as people do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALIGNMENT_BYTES = 128
 
 
 def parse_bytes(size: int | str) -> int:
-    """``"20GiB"`` or ``"20G"`` (binary), ``"20GB"`` (decimal), ``"4096"`` or a whole number, in bytes."""
+    """Return bytes from ``"20GiB"`` or ``"20G"`` (binary), ``"20GB"`` (decimal), ``"4096"`` or an integer."""
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise InvalidInput(f"a size cannot be negative: {size}")
@@ -32,7 +32,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """A count of bytes with three or four digits and a binary unit."""
+    """Return a count of bytes with three or four digits and a binary unit."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -42,7 +42,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A count of parameters as people say it: 1.5B, 124M."""
+    """Return a count of parameters as people write it: 1.5B, 124M."""
     for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if count >= scale:
             return f"{count / scale:.3g}{unit}"
@@ -50,5 +50,5 @@ def format_count(count: float) -> str:
 
 
 def align_up(count: int, to: int = ALIGNMENT_BYTES) -> int:
-    """The least multiple of ``to`` that is at least ``count``."""
+    """Return the least multiple of ``to`` that is at least ``count``."""
     return -(-count // to) * to

@@ -1,7 +1,7 @@
-"""The command ``pstar``: plan, scale, doctor, export.
+"""Run the command ``pstar``: plan, scale, doctor, export.
 
-Exit status: 0 done (`plan`: it fits), 3 it does not fit, 2 input that cannot be used (one line on stderr), 1 anything
-else; 130 interrupted.
+Exit status: 0 done (`plan`: it fits), 3 it does not fit, 130 interrupted. Status 2 is input that cannot be used (one
+line on stderr), 1 anything else.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from ps_core._command.show import (
     scale_document,
     scale_text,
 )
-from ps_core._command.timeline import timeline_text
+from ps_core._command.timeline_files import timeline_text
 from ps_core._errors import DoesNotFit, InvalidInput, PatrickStarError
 from ps_core._install_hints import how_to_install
-from ps_core._planner.policy import Policy
+from ps_core._planner.eviction_policy import Policy
 from ps_core._program import Precision
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES, UNSTEADY, Machine, default_machine, machine, machine_from_toml
@@ -55,7 +55,7 @@ _LEFT_FREE = 0.9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
+    """Run the command; return its exit status."""
     if sys.stdout is None:
         return _fail(FAILED, OSError("there is no output to write to"))
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -192,7 +192,7 @@ def _print(said: str | Document) -> None:
 
 
 def _ascii_only() -> bool:
-    """Whether standard output can write nothing but plain letters."""
+    """Return True if standard output can write ASCII only."""
     try:
         "█─░".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -222,7 +222,7 @@ def _subject(options: argparse.Namespace) -> Subject:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where training would happen, and what of that nobody said."""
+    """The machine and budgets for the training, and those that the user left out."""
 
     cluster: Cluster
     machine: Machine

@@ -1,10 +1,10 @@
-"""A demonstration: a tiny network, trained on real bytes in a "device" that holds a fraction of its model data.
+"""Train a tiny network on real bytes in a "device" that holds a fraction of its model data.
 
     python -m ps_core.demo [--brief] [FILE.svg]
 
-It plans, verifies, executes in a random order that the plan allows, compares every bit with training in memory without
-end, and what was moved with what was planned. The picture of the tide goes to the file. ``--brief``: in a few lines, if
-all is as it should be.
+It plans, verifies, and executes in a random order that the plan allows. It compares every bit with training in
+unlimited memory, and what was moved with what was planned. The picture of the tide goes to the file. ``--brief``: in a
+few lines, if everything is correct.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ps_core._plan import Copy, Instr, Queue, Run, Tier
 from ps_core._planner.search import Planned, Setup, find_plan
 from ps_core._program import Extent, Kind, SegmentName
 from ps_core._reference.execute_plan import Execution, Observed, execute
-from ps_core._reference.network import ByteNetwork, Shape
 from ps_core._reference.oracle import train_unconstrained
+from ps_core._reference.toy_network import ByteNetwork, Shape
 from ps_core._reference.training_rules import Trained, Training
 from ps_core._simulate.clock import QUEUE_NAMES
 from ps_core._simulate.machine import machine
@@ -35,7 +35,7 @@ ITERATIONS = 12
 
 @dataclass(slots=True)
 class Counts:
-    """What instructions move."""
+    """Count what instructions move."""
 
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """By link."""
@@ -58,7 +58,7 @@ class Counts:
 
 @dataclass(slots=True)
 class _Watch:
-    """Observes an execution."""
+    """Observe an execution."""
 
     tiers: tuple[Tier, ...]
     counts: Counts = field(default_factory=Counts)
@@ -74,7 +74,7 @@ class _Watch:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What is to be told."""
+    """Hold what is to be shown."""
 
     found: Planned
     watch: _Watch
@@ -83,7 +83,7 @@ class _Shown:
 
     @property
     def planned(self) -> Counts:
-        """What the plan says of all iterations."""
+        """Return the planned counts of all iterations."""
         counts = Counts()
         for name in self.found.program.iteration():
             for instr in self.found.plan.segment(name).instrs:
@@ -93,7 +93,7 @@ class _Shown:
 
     @property
     def kept(self) -> bool:
-        """Whether everything is as promised."""
+        """Return True if everything was as predicted."""
         counts, planned = self.watch.counts, self.planned
         return (
             self.limited == self.free
@@ -105,7 +105,7 @@ class _Shown:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; 0 if everything was as planned, 1 if not, 2 if the picture could not be written."""
+    """Run the demonstration; return 0 if everything was as planned, 1 if not, 2 if no picture could be written."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     brief = "--brief" in arguments
     files = [each for each in arguments if each != "--brief"][:1]

@@ -26,6 +26,8 @@ from ps_dist._process_groups import ProcessGroups
 from ps_dist._reduce import HOST_PIECE_NUMEL, OrderedReduceScatter
 from ps_dist._session import CollectiveSession
 from ps_dist._shard_answers import Answer, ShardAnswers
+from ps_dist._shared_messages import SharedMessages
+from ps_dist._sharing import Sharing
 from ps_dist._watchdog import Watchdog
 
 Choose: TypeAlias = "Callable[[TorchCollectives, torch.device], str | None]"
@@ -45,9 +47,10 @@ class Statistics:
     wire_bytes: dict[str, int]
     """Bytes received, by operation; as many are sent."""
     transport: str
-    """The transport of the data: ``gloo``, through the host's memory, or ``nccl``, between CUDA devices directly.
+    """The transport of the data.
 
-    ``gloo`` until a CUDA device is used; ``none`` where a single process uses one, and nothing is sent.
+    ``shared``: host memory that all processes read. ``gloo``: sockets. ``nccl``: between CUDA devices directly, once
+    such a device is used. ``none``: a single process uses a CUDA device, and nothing is sent.
     """
 
 
@@ -69,12 +72,15 @@ class TorchCollectives:
         watchdog: Watchdog,
         mesh: Mesh,
         choose: Choose,
+        sharing: Sharing,
     ) -> None:
         """Own what `ps_dist.connect` made."""
         self._groups, self._mesh, self._choose = groups, mesh, choose
         self._open, self._process = True, os.getpid()
         self._thread, self._history, self._watchdog = thread, history, watchdog
-        self._messages = PeerMessages(groups.host, mesh.rank)
+        self._messages = sharing.messages or PeerMessages(groups.host, mesh.rank)
+        self.why_not_shared = sharing.why_not
+        """Why the processes do not share host memory, where they were to; empty: they do, or were not to."""
         work = torch.empty(HOST_PIECE_NUMEL, dtype=torch.float32, device="cpu")
         self._reduce_scatter = OrderedReduceScatter(self._messages, mesh, work)
         self._nccl: NcclMessages | None = None
@@ -168,6 +174,11 @@ class TorchCollectives:
     def staging_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """Return the host memory with which a device's shards go in one piece; 0: they go without any."""
         return 0 if self._nccl is not None else staging_bytes(shard_numel, kind, self._mesh, self._reduce_scatter)
+
+    @property
+    def host_memory(self) -> Callable[[int], Tensor] | None:
+        """Allocates host memory, as bytes, that the other ranks read without a copy; None: there is none."""
+        return self._messages.heap.allocate if isinstance(self._messages, SharedMessages) else None
 
     @property
     def card(self) -> int | None:
@@ -272,7 +283,7 @@ class TorchCollectives:
             collectives=last.number,
             fingerprint=last.fingerprint,
             wire_bytes=dict(sorted(self._messages.received_bytes.items())),
-            transport="gloo" if self._nccl is None else self._nccl.name,
+            transport=self._messages.name if self._nccl is None else self._nccl.name,
         )
 
     def recent(self) -> list[str]:
@@ -308,6 +319,7 @@ class TorchCollectives:
             self._groups.abort_nccl()  # NCCL would wait for what the others never answer
         if ended:
             self._groups.destroy()
+            self._messages.close()
         else:  # taking the transport down would wait for what the thread waits for
             self._messages.cut(self._mesh.everyone)
             self._thread.wait_cut()

@@ -26,8 +26,10 @@ from ps_dist._comm_thread import CommThread
 from ps_dist._exit_message import describe_exception
 from ps_dist._history import CollectiveHistory, HistoryEntry
 from ps_dist._mesh import Mesh
+from ps_dist._messages import PeerMessages
 from ps_dist._process_groups import NO_DUMP, DefaultGroup, ProcessGroups, in_environment
 from ps_dist._roster import Roster, find_ranks
+from ps_dist._sharing import Sharing, share_memory
 from ps_dist._timeouts import AwakeClock, Timeouts
 from ps_dist._transport import TransportChoice
 from ps_dist._version import __version__
@@ -49,7 +51,9 @@ def transports() -> tuple[str, ...]:
     return ("gloo", "nccl") if dist.is_nccl_available() else ("gloo",)
 
 
-def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str | None = None) -> TorchCollectives:
+def connect(
+    *, timeout_s: float = 600, replicate: int = 1, transport: str | None = None, shared_memory: bool | None = None
+) -> TorchCollectives:
     """Join the processes that ``torchrun`` started; initialises the process group if the program has not.
 
     A process that waits longer than ``timeout_s`` for the others raises `RanksDiverged`; if the others have ended, it
@@ -61,14 +65,20 @@ def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str | None
     memory of CUDA devices travels by: ``"nccl"``, between devices directly, where each process has its own, or
     ``"gloo"``, through the host's memory. None: NCCL where it works on all ranks, which is tried when the first model
     is put on such devices; else gloo, and a log line says why.
+
+    Processes that all run on one computer share their host memory: each reads what the others have where it lies.
+    ``shared_memory`` False: they send it over sockets, as between computers. True: it is an error if they cannot share
+    it. None: they share it where that works, else a log line says why not.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 10**9:
         raise InvalidInput(f"timeout_s: expected a positive number of seconds, found {timeout_s!r}")
     if transport not in (None, "gloo", "nccl"):
         raise InvalidInput(f"transport: expected 'gloo', 'nccl' or None, found {transport!r}")
+    if shared_memory not in (None, True, False):
+        raise InvalidInput(f"shared_memory: expected True, False or None, found {shared_memory!r}")
     _choose_card(os.environ)
     owned = not dist.is_initialized()
-    found = _found_in_time(os.environ, timeout_s, replicate, transport, owned=owned)
+    found = _found_in_time(os.environ, timeout_s, replicate, transport, shared_memory, owned=owned)
     timeouts, history = Timeouts(timeout_s=timeout_s), CollectiveHistory()
     thread = CommThread(AwakeClock(), hopeless_s=timeouts.hopeless_s)
     watchdog = Watchdog(
@@ -80,12 +90,15 @@ def connect(*, timeout_s: float = 600, replicate: int = 1, transport: str | None
         store_rank=_store_rank(os.environ),
         timeouts=timeouts,
     )
-    groups = _connect_all(found, thread, watchdog, timeouts, owned=owned)
+    groups, sharing = _connect_all(found, thread, watchdog, timeouts, owned=owned, shares=shared_memory is not False)
     choose = TransportChoice(transport, groups, found.own_store, min(timeout_s / 2, _MOST_TRIAL_S))
     mesh = Mesh(found.rank, found.ranks, replicate)
     joined = TorchCollectives(
-        groups=groups, thread=thread, history=history, watchdog=watchdog, mesh=mesh, choose=choose
+        groups=groups, thread=thread, history=history, watchdog=watchdog, mesh=mesh, choose=choose, sharing=sharing
     )
+    if shared_memory and sharing.why_not:
+        joined.close()  # on all ranks alike
+        raise InvalidInput(f"shared_memory=True: {sharing.why_not}; leave it out: then processes use sockets")
     if transport == "nccl":
         _reach_own_card(joined)
     return joined
@@ -142,7 +155,13 @@ class _Found:
 
 
 def _found_in_time(
-    environment: Mapping[str, str], timeout_s: float, replicate: int, transport: str | None, *, owned: bool
+    environment: Mapping[str, str],
+    timeout_s: float,
+    replicate: int,
+    transport: str | None,
+    shared_memory: bool | None,
+    *,
+    owned: bool,
 ) -> _Found:
     """Find all other processes; in a thread that is left behind if the store never answers."""
     if owned and (missing := [name for name in _NEEDED if name not in environment]):
@@ -165,6 +184,7 @@ def _found_in_time(
             "the number of processes": str(ranks),
             "replicate": str(replicate),
             "transport": shown,
+            "shared_memory": str(shared_memory),
         }
         left_s = max(deadline_s - monotonic(), 0.0)
         roster = find_ranks(PrefixStore("ps_dist/roster", store), facts, rank=rank, ranks=ranks, timeout_s=left_s)
@@ -255,15 +275,19 @@ def _raise_named(error: BaseException, environment: Mapping[str, str], stays_s: 
 
 
 def _connect_all(
-    found: _Found, thread: CommThread, watchdog: Watchdog, timeouts: Timeouts, *, owned: bool
-) -> ProcessGroups:
+    found: _Found, thread: CommThread, watchdog: Watchdog, timeouts: Timeouts, *, owned: bool, shares: bool
+) -> tuple[ProcessGroups, Sharing]:
     """Connect the processes while the watchdog runs, which finds a rank that is lost meanwhile."""
-    made: list[ProcessGroups] = []
+    made: list[tuple[ProcessGroups, Sharing]] = []
 
     def connect_all() -> None:
         if owned:
             _initialise(found, timeouts)
-        made.append(ProcessGroups(timeouts, _DEFAULT_GROUP, made_default=owned))
+        groups, sharing = ProcessGroups(timeouts, _DEFAULT_GROUP, made_default=owned), Sharing(None)
+        if shares:
+            control, locations = PeerMessages(groups.host, found.rank), found.roster.locations
+            sharing = share_memory(control, locations, found.rank, lambda: thread.error is not None, timeouts.timeout_s)
+        made.append((groups, sharing))
 
     try:
         thread.submit(HistoryEntry(0, "connecting the processes", "0" * 16), connect_all).wait()

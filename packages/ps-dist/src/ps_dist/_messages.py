@@ -14,15 +14,17 @@ would be told of them again and again, and could not take the lock. It would spi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Read: TypeAlias = Callable[[slice, Sequence[Tensor]], None]
+"""Reads a piece of what came: which elements they are, and those of every sender."""
 _NO_TAG = 0
 """A tag that no message has."""
 
@@ -37,6 +39,11 @@ class ConnectionBroken(RuntimeError):
 
 class PeerMessages:
     """One process's messages; counts the bytes that it receives."""
+
+    name = "gloo"
+    """The transport's name in `Statistics`."""
+    needs_room = True
+    """True if what is received needs memory of this process, also where it is only read once."""
 
     def __init__(self, group: Any, rank: int) -> None:
         """``group``: a process group of all ranks (any: torch's stubs do not name its type)."""
@@ -62,6 +69,27 @@ class PeerMessages:
             assert work is not None, "this process is one of the group"
             with _naming(peer):
                 work.wait()
+
+    def exchange_and_read(
+        self,
+        operation: str,
+        tag: int,
+        sends: Sequence[tuple[int, Tensor]],
+        peers: Sequence[int],
+        numel: int,
+        room: Tensor,
+        read: Read,
+    ) -> None:
+        """Send; receive ``numel`` elements from each peer, and call ``read`` with each piece of them, in order.
+
+        ``room`` is memory of the elements' type, for all of them where `needs_room`.
+        """
+        received = room[: len(peers) * numel].view(len(peers), numel)
+        self.exchange(operation, tag, sends, list(zip(peers, received, strict=True)))
+        read(slice(0, numel), list(received))
+
+    def close(self) -> None:
+        """Do nothing: the process group is taken down by its owner."""
 
     def cut(self, everyone: Sequence[int]) -> None:
         """Break all connections, so that a thread which waits for another process ends; none works afterwards.

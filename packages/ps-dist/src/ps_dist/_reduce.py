@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ps_core._errors import InvalidInput
 from ps_dist._mesh import Mesh
+from ps_dist._messages import Read
 
 HOST_PIECE_NUMEL = 1 << 15
 """Elements that are summed at a time on the host: few enough for the cache, and for torch to start no threads."""
@@ -18,8 +19,22 @@ _CUT_NUMEL = 64
 
 
 class _Exchange(Protocol):
+    @property
+    def needs_room(self) -> bool: ...
+
     def exchange(
         self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> None: ...
+
+    def exchange_and_read(
+        self,
+        operation: str,
+        tag: int,
+        sends: Sequence[tuple[int, Tensor]],
+        peers: Sequence[int],
+        numel: int,
+        room: Tensor,
+        read: Read,
     ) -> None: ...
 
 
@@ -33,9 +48,9 @@ class OrderedReduceScatter:
 
     def scratch_bytes(self, numel: int, kind: torch.dtype) -> int:
         """Return the scratch with which shards of ``numel`` elements are summed in one piece."""
-        copies = len(self._replicas)
-        across = 4 * numel + 4 * (copies - 1) * -(-numel // copies) if copies > 1 else 0
-        return (len(self._shards) - 1) * numel * kind.itemsize + across
+        copies, needs_room = len(self._replicas), self._messages.needs_room
+        across = 4 * numel + 4 * (copies - 1) * -(-numel // copies) * needs_room if copies > 1 else 0
+        return (len(self._shards) - 1) * numel * kind.itemsize * needs_room + across
 
     def piece_numel(self, numel: int, kind: torch.dtype, scratch: Tensor) -> int:
         """Return how many elements of a shard fit into the scratch at a time."""
@@ -94,21 +109,22 @@ class OrderedReduceScatter:
 
         Peers that are not among ``givers`` have no rows and are left out. ``scratch`` is of the rows' type.
         """
-        numel = into.numel()
         givers = [peer for peer in peers if peer in givers]
         others = [peer for peer in givers if peer != self._rank]
-        received = scratch[: len(others) * numel].view(len(others), numel)
         sends = []
         if rows is not None:
             sends = [(peer, row) for peer, row in zip(peers, rows, strict=True) if peer != self._rank]
-        self._messages.exchange(operation, tag, sends, list(zip(others, received, strict=True)))
-        parts = list(received)
-        if rows is not None:
-            parts.insert(givers.index(self._rank), rows[peers.index(self._rank)])
-        if parts:
-            ordered_sum(parts, into, self._work)
-        else:
-            into.zero_()
+
+        def add(piece: slice, received: Sequence[Tensor]) -> None:
+            parts = list(received)
+            if rows is not None:
+                parts.insert(givers.index(self._rank), rows[peers.index(self._rank)][piece])
+            if parts:
+                ordered_sum(parts, into[piece], self._work)
+            else:
+                into[piece].zero_()
+
+        self._messages.exchange_and_read(operation, tag, sends, others, into.numel(), scratch, add)
 
 
 def largest_piece(numel: int, room_bytes: int, needed_bytes: Callable[[int], int]) -> int:

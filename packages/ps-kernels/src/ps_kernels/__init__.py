@@ -1,6 +1,6 @@
-"""Arrays in, arrays out: optimizer steps, norms and copies, the same bits on every backend.
+"""Run optimizer steps, norms and copies on arrays, with the same bits on every backend.
 
-Importing this loads neither NumPy nor PyTorch; a call loads what its arrays belong to.
+Importing this loads neither NumPy nor PyTorch. A call loads the library of its arrays.
 """
 
 from ps_kernels._api import Pieces, accumulate, adam_step, gather, scatter, set_threads, sgd_step, sumsq_finite

@@ -1,4 +1,4 @@
-"""The public functions: each checks its arguments, then hands them to the backend that the arrays belong to."""
+"""Define the public functions: each checks its arguments, then calls the backend of the arrays."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def adam_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
     grad_scale: float = 1.0,
     backend: str | None = None,
 ) -> None:
-    """One Adam (``decoupled``: AdamW) step in place; ``step`` counts from 1.
+    """Make one Adam (``decoupled``: AdamW) step in place; ``step`` counts from 1.
 
-    ``param``, ``momentum`` and ``variance`` are float32; ``grad``, of any float type, is multiplied by ``grad_scale``
-    first; ``out``, of any float type, gets a copy of the new parameters, and may be ``grad`` itself.
+    ``param``, ``momentum`` and ``variance`` are float32. ``grad``, of any float type, is multiplied by ``grad_scale``
+    first. ``out``, of any float type, gets a copy of the new parameters, and may be ``grad`` itself.
     """
     check_count("step", step)
     check_numbers(lr=lr, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
@@ -85,9 +85,9 @@ def sgd_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
     grad_scale: float = 1.0,
     backend: str | None = None,
 ) -> None:
-    """One SGD step in place; without ``momentum_decay``, ``momentum`` may be None and is not touched.
+    """Make one SGD step in place; without ``momentum_decay``, ``momentum`` may be None and is not touched.
 
-    Types as for :func:`adam_step`. Before the first step the momentum holds zeros.
+    Types are as for :func:`adam_step`. Before the first step the momentum holds zeros.
     """
     scalars = SgdScalars(
         grad_scale=to_single(check_number("grad_scale", grad_scale)),
@@ -114,8 +114,8 @@ def sumsq_finite(
 ) -> None:
     """Add ``x``'s sum of squares to ``out[0]``, and set ``out[1]`` to one if any element is not finite.
 
-    ``out`` is two float32 numbers on ``x``'s device; the host waits for nothing. With ``spans``, each a first element
-    of ``x`` and the one after its last, ``out`` has a row of two for each of these.
+    ``out`` is two float32 numbers on ``x``'s device; the host waits for nothing. Each of ``spans`` is a first element
+    of ``x`` and the one after its last. With ``spans``, ``out`` has a row of two for each.
     """
     source, target = view("x", x), view("out", out)
     check_together((source, target))
@@ -149,9 +149,9 @@ def accumulate(accumulator: Array, grad: Array, *, scale: float = 1.0, backend: 
 
 
 class Pieces:
-    """Tensors, each with its place in a chunk: checked once, then copied as often as wanted.
+    """Copy tensors to and from their places in a chunk: checked once, copied any number of times.
 
-    Offsets count the chunk's elements; floats are cast. The arrays must stay where they are.
+    Offsets count the chunk's elements; floats are cast. The arrays must stay at their addresses.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Pieces:
 
 
 def gather(tensors: Sequence[Array], chunk: Array, offsets: Sequence[int], *, backend: str | None = None) -> None:
-    """Copy each tensor into the chunk, from its offset on, cast to the chunk's type; offsets count its elements."""
+    """Copy each tensor into the chunk at its offset, cast to the chunk's type; offsets count the chunk's elements."""
     batch = check_batch(tensors, chunk, offsets)
     batch.check_gather()
     choose(batch.whole.name, batch.whole.library, batch.whole.device, backend).copy_all(batch, scatter=False)
@@ -190,7 +190,7 @@ def gather(tensors: Sequence[Array], chunk: Array, offsets: Sequence[int], *, ba
 
 
 def scatter(chunk: Array, offsets: Sequence[int], tensors: Sequence[Array], *, backend: str | None = None) -> None:
-    """Copy out of the chunk into each tensor, from its offset on, cast to its type; offsets count chunk elements."""
+    """Copy from the chunk at each offset into each tensor, cast to its type; offsets count the chunk's elements."""
     batch = check_batch(tensors, chunk, offsets)
     batch.check_scatter()
     choose(batch.whole.name, batch.whole.library, batch.whole.device, backend).copy_all(batch, scatter=True)
@@ -199,10 +199,10 @@ def scatter(chunk: Array, offsets: Sequence[int], tensors: Sequence[Array], *, b
 
 
 def set_threads(count: int, *, cores: Sequence[int] | None = None) -> None:
-    """Use that many threads, in every backend that can use several; the compiled ones on these cores, if any are named.
+    """Set the number of threads of every backend that can use several, and the cores of the compiled ones.
 
-    In PyTorch the number holds for all its work in this process. Of ``cores`` there is one for each thread, the first
-    for the calling thread, which is bound only during a call. Not while another thread is in a call.
+    In PyTorch the number holds for all its work in this process. ``cores`` names one core for each thread, the first
+    for the calling thread, which is bound only during a call. Do not call this while another thread is in a call.
     """
     check_count("count", count)
     _set_cores([] if cores is None else _check_cores(cores, count))
@@ -212,7 +212,7 @@ def set_threads(count: int, *, cores: Sequence[int] | None = None) -> None:
 
 
 def _check_cores(cores: Sequence[int], count: int) -> list[int]:
-    """One core for each thread, of those that this process may use."""
+    """Return one core for each thread, of those that this process may use."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     if len(cores) != count or len(set(cores)) != count or not usable.issuperset(cores):
         raise InvalidArgument(

@@ -1,8 +1,8 @@
-"""The order of the arithmetic, which every backend keeps so that all give the same bits.
+"""Define the order of the arithmetic, which every backend keeps so that all give the same bits.
 
 [Note: order of arithmetic]
-Every ``*``, ``+``, ``-``, ``/``, ``sqrt`` and ``fma`` below is one IEEE single-precision operation, rounded to nearest
-even; ``fma(a, b, c)`` is a * b + c rounded once, and nothing else is fused. Constants are computed in double precision
+Each ``*``, ``+``, ``-``, ``/``, ``sqrt`` and ``fma`` is one IEEE operation, in single precision, rounded to nearest
+even. ``fma(a, b, c)`` is a * b + c rounded once, and nothing else is fused. Constants are computed in double precision
 from the arguments and rounded to single once, here.
 
     Adam   g = float32(grad) * grad_scale
@@ -18,8 +18,8 @@ from the arguments and rounded to single once, here.
            m = momentum_decay * m + g               only with momentum; then g = m
            p = fma(-lr, g, p)
 
-These are the operations of ``torch.optim``'s fused Adam and AdamW, and of its SGD, as PyTorch compiles them for
-processors with AVX2 or AVX-512, so there the results are the same bits.
+These are the operations of ``torch.optim``'s fused Adam and AdamW, and of its SGD. Where PyTorch is compiled for
+processors with AVX2 or AVX-512, the results are the same bits.
 
     accumulate    a = a + float32(grad) * scale
 
@@ -54,7 +54,7 @@ POWER_ROWS, POWER_LANES = 64, 64
 
 
 def to_single(value: float) -> float:
-    """The single-precision number nearest to ``value``; too large becomes infinite."""
+    """Return the single-precision number nearest to ``value``; too large becomes infinite."""
     return ctypes.c_float(value).value
 
 
@@ -84,7 +84,7 @@ class AdamScalars:
     decay_factor: float
     lerp: float
     lerp_from_grad: float
-    """One if the momentum is reckoned from the gradient, zero if from the old momentum: from the nearer of the two."""
+    """One if the momentum is computed from the gradient, zero if from the old momentum: the nearer one is used."""
     beta2: float
     one_minus_beta2: float
     sqrt_bc2: float
@@ -94,7 +94,7 @@ class AdamScalars:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamArguments:
-    """What a caller of Adam chose, in double precision."""
+    """The arguments of an Adam step, in double precision."""
 
     step: int
     lr: float
@@ -107,7 +107,7 @@ class AdamArguments:
 
     @lru_cache(maxsize=16)  # noqa: B019 - numbers alone, and few: a step asks for the same ones for every group
     def scalars(self) -> AdamScalars:
-        """The constants of this step, rounded once."""
+        """Return the constants of this step, rounded once."""
         gain = to_single(1 - self.beta1)
         from_grad = gain >= 0.5
         return AdamScalars(

@@ -1,4 +1,4 @@
-"""What an array is, whichever library it belongs to, and the checks that every call makes first."""
+"""Describe arrays of every library alike, and check them before every call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ARRAY = attrgetter("array")
 
 @dataclass(slots=True, kw_only=True)
 class View:
-    """One argument: the array, and what the checks need to know of it. (Frozen, it takes twice as long to make.)"""
+    """One argument: the array, and its properties for the checks. (A frozen class takes twice as long to make.)"""
 
     name: str
     array: Array
@@ -34,27 +34,27 @@ class View:
 
     @property
     def numel(self) -> int:
-        """How many elements there are."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Return the bytes of an element."""
         return int(self.array.itemsize)
 
     def is_same_as(self, other: View) -> bool:
-        """Whether the two are one array, so that writing an element after reading it is safe."""
+        """Return True if both are one array, so that writing an element after reading it is safe."""
         return (self.address, self.nbytes, self.dtype) == (other.address, other.nbytes, other.dtype)
 
 
 @cache
 def _text(of: object) -> str:
-    """The name of a device or an element type, of which there are few."""
+    """Return the name of a device or an element type; results are cached, as there are few."""
     return str(of).removeprefix("torch.")
 
 
 def view(name: str, array: Array) -> View:
-    """Look at an argument; raises if it is not an array of a known library."""
+    """Return the view of an argument; raise if it is not an array of a known library."""
     # An array's library is loaded already, so looking it up never loads one.
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor):
@@ -99,7 +99,7 @@ def _view_numpy(name: str, array: Array) -> View:
 
 
 def check_dtype(items: Sequence[View], allowed: Sequence[str]) -> None:
-    """The element types are among those allowed."""
+    """Raise unless the element types are among those allowed."""
     for item in items:
         if item.dtype not in allowed:
             hint = " (numpy holds bfloat16 as uint16)" if "bfloat16" in allowed and item.library == "numpy" else ""
@@ -107,7 +107,7 @@ def check_dtype(items: Sequence[View], allowed: Sequence[str]) -> None:
 
 
 def check_flat(items: Sequence[View], numel: int) -> None:
-    """Each is one-dimensional, contiguous, of the given length."""
+    """Raise unless each is one-dimensional, contiguous, and of the given length."""
     for item in items:
         if item.shape != (numel,):
             raise InvalidArgument(f"{item.name}: expected shape ({numel},), found {item.shape}")
@@ -116,7 +116,7 @@ def check_flat(items: Sequence[View], numel: int) -> None:
 
 
 def check_rows(item: View, rows: int, columns: int) -> None:
-    """So many rows and columns, contiguous."""
+    """Raise unless the array is contiguous with so many rows and columns."""
     if item.shape != (rows, columns):
         raise InvalidArgument(f"{item.name}: expected shape ({rows}, {columns}), found {item.shape}")
     if not item.contiguous:
@@ -124,20 +124,20 @@ def check_rows(item: View, rows: int, columns: int) -> None:
 
 
 def check_spans(spans: Sequence[tuple[int, int]], numel: int) -> None:
-    """Runs of elements that are there."""
+    """Raise unless each span lies within the elements."""
     for start, stop in spans:
         if not 0 <= start <= stop <= numel:
             raise InvalidArgument(f"spans: expected runs within {numel} elements, found {start} to {stop}")
 
 
 def check_contiguous(item: View) -> None:
-    """Contiguous and aligned."""
+    """Raise unless the array is contiguous and aligned."""
     if not item.contiguous:
         raise InvalidArgument(f"{item.name}: not contiguous; pass a contiguous copy and write back what it holds")
 
 
 def check_together(items: Sequence[View]) -> None:
-    """One library, one device."""
+    """Raise unless all arrays are of one library and on one device."""
     first = items[0]
     for item in items:
         if (item.library, item.device) != (first.library, first.device):
@@ -148,7 +148,7 @@ def check_together(items: Sequence[View]) -> None:
 
 
 def check_written(written: Sequence[View], read: Sequence[View]) -> None:
-    """What is written can be, and shares no byte with anything else; all are on one device."""
+    """Raise unless written arrays are writable and share no byte with others; all must be on one device."""
     for item in written:
         if not item.writeable:
             raise InvalidArgument(f"{item.name}: read-only, and the result goes there")
@@ -171,39 +171,39 @@ def _refuse_overlap(one: View, other: View) -> NoReturn:
 
 
 def note_written(items: Sequence[View]) -> None:
-    """Tell autograd, which cannot see what a kernel writes, so that a changed tensor is not used in backward."""
+    """Tell autograd what a kernel writes, which it cannot see, so that backward refuses changed tensors."""
     if items[0].library == "torch":
         sys.modules["torch"].autograd.graph.increment_version(list(map(_ARRAY, items)))
 
 
 def tell_autograd(tensors: Sequence[Array]) -> None:
-    """These PyTorch tensors were changed in place."""
+    """Tell autograd that these PyTorch tensors were changed in place."""
     sys.modules["torch"].autograd.graph.increment_version(tensors)
 
 
 def check_number(name: str, value: float, *, least: float = 0.0, below: float = math.inf) -> float:
-    """A number of the interval from ``least`` up to, and without, ``below``."""
+    """Return the number; raise unless it is at least ``least`` and less than ``below``."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
         raise InvalidArgument(f"{name}: expected a number in [{least:g}, {below:g}), found {value!r}")
     return float(value)
 
 
 def check_numbers(*, least: float = 0.0, below: float = math.inf, **values: float) -> None:
-    """Numbers of that interval, by their names."""
+    """Raise unless each named number is at least ``least`` and less than ``below``."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
             check_number(name, value, least=least, below=below)
 
 
 def check_label(name: str, value: int) -> int:
-    """A whole number that an int64 can be."""
+    """Return an integer; raise unless it fits into an int64."""
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise InvalidArgument(f"{name}: expected a whole number of 64 bits, found {value!r}")
     return value
 
 
 def check_count(name: str, value: int) -> int:
-    """A whole number from 1."""
+    """Return an integer; raise unless it is at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidArgument(f"{name}: expected a whole number from 1, found {value!r}")
     return value

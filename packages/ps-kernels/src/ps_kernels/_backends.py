@@ -1,4 +1,4 @@
-"""Which backends there are, and the one that an array goes to."""
+"""List the backends, and choose the one for an array."""
 
 from __future__ import annotations
 
@@ -19,44 +19,47 @@ _NAMES = ("cuda", "avx512", "avx2", "neon", "scalar", "torch", "numpy")
 
 
 class Backend(Protocol):
-    """What a backend does; its arguments have been checked, and it keeps [Note: order of arithmetic]."""
+    """Protocol of a backend; its arguments have been checked, and it keeps [Note: order of arithmetic]."""
 
     def adam(self, states: tuple[Array, Array, Array], grad: Array, out: Array | None, s: AdamScalars) -> None:
-        """One step on parameter, momentum and variance."""
+        """Make one step on parameter, momentum and variance."""
 
     def sgd(self, states: tuple[Array, Array | None], grad: Array, out: Array | None, s: SgdScalars) -> None:
-        """One step on parameter and momentum."""
+        """Make one step on parameter and momentum."""
 
     def sumsq_finite(self, x: Array, out: Array) -> None:
         """Add the sum of squares to ``out[0]``; set ``out[1]`` to one if anything is not finite."""
 
     def sumsq_each(self, x: Array, spans: Sequence[tuple[int, int]], out: Array) -> None:
-        """The same of each span of ``x``, into its row of ``out``."""
+        """Do as `sumsq_finite` does for each span of ``x``, into its row of ``out``."""
 
     def accumulate(self, accumulator: Array, grad: Array, scale: float) -> None:
         """Add the scaled gradient."""
 
     def copy_all(self, batch: Batch, *, scatter: bool) -> None:
-        """Copy the tensors into the chunk, or the other way round; cast where types differ."""
+        """Copy the tensors into the chunk, or with ``scatter`` out of it; cast where types differ."""
 
     def copier(self, batch: Batch, *, scatter: bool) -> Callable[[], None]:
-        """The same, prepared once and done at each call."""
+        """Return a call that does what `copy_all` does, prepared once."""
 
     def set_threads(self, count: int) -> None:
-        """Use that many threads."""
+        """Use this number of threads."""
 
 
 class LossBackend(Protocol):
-    """A backend that works on the CPU's memory."""
+    """Protocol of a backend that works on CPU memory."""
 
     def cross_entropy(
         self, logits: Array, labels: Array, losses: Array, *, ignored: int, factor: float, gradient: bool
     ) -> int:
-        """Each row's loss, and in its place its gradient. The first row with a wrong label, and nothing done; or -1."""
+        """Write each row's loss, and its gradient in place of its logits.
+
+        Return -1; or the first row with a wrong label, with nothing written.
+        """
 
 
 def backends() -> dict[str, str]:
-    """Every backend's name, and ``"available"`` or why it is not. Compiles the C kernels if they are not yet."""
+    """Return every backend's name, and ``"available"`` or why it is not. Compile the C kernels if necessary."""
     found = {"cuda": _cuda()}
     found |= {name: state if isinstance(state, str) else "available" for name, state in native().items()}
     for library in ("torch", "numpy"):
@@ -67,7 +70,7 @@ def backends() -> dict[str, str]:
 
 @cache
 def _cuda() -> str:
-    """Whether there are CUDA kernels; loads PyTorch only where CuPy is installed, too. Looked up once a process."""
+    """Return the state of the CUDA backend, found once a process; load PyTorch only if CuPy is installed too."""
     for library, packages in (("torch", "torch"), ("cupy", "cupy-cuda13x (for CUDA 12 cupy-cuda12x)")):
         if find_spec(library) is None:
             return f"{library} is not installed: pip install {packages}"
@@ -76,7 +79,7 @@ def _cuda() -> str:
 
 
 def warm() -> list[str]:
-    """Compile the CPU's kernels and, for every CUDA device, all of CUDA's, so that no step has to; says what it did."""
+    """Compile the CPU's kernels and all kernels for every CUDA device, so that no step has to; return a report."""
     compiled = [level for level, state in native().items() if not isinstance(state, str)]
     lines = [f"compiled C: {', '.join(compiled)}" if compiled else f"no compiled C: {native()['scalar']}"]
     why_not = _cuda()
@@ -87,7 +90,7 @@ def warm() -> list[str]:
 
 
 def load(name: str) -> Backend:
-    """An available backend by its name; loads the library it needs."""
+    """Return an available backend by its name; load the library that it needs."""
     if name in LEVELS:
         level = native()[name]
         assert not isinstance(level, str), level
@@ -98,7 +101,7 @@ def load(name: str) -> Backend:
 
 @cache
 def choose(name: str, library: str, device: str, wanted: str | None) -> Backend:
-    """The backend for an array: the best there is, or the one asked for by name. Looked up once for each kind."""
+    """Return the backend for an array: the best one, or the one requested by name. Results are cached."""
     on_cuda = device.startswith("cuda")
     if wanted is None and on_cuda and _cuda() == "available":
         return load("cuda")
@@ -119,7 +122,7 @@ def choose(name: str, library: str, device: str, wanted: str | None) -> Backend:
 
 
 def fastest() -> Backend | None:
-    """The best compiled level of this processor. Where there is none, says so once."""
+    """Return the best compiled level of this processor. If there is none, warn once."""
     for level in native().values():
         if not isinstance(level, str):
             return level

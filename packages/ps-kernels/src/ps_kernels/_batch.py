@@ -1,4 +1,4 @@
-"""A list of tensors and the chunk they belong into: checked together, since that is most of what small copies cost."""
+"""Check a list of tensors and their chunk together: checks are most of the cost of small copies."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class Batch:
     """The tensors' types, each once, as their library names them."""
 
     def places(self) -> list[int]:
-        """The addresses in the chunk."""
+        """Return the addresses in the chunk."""
         first, size = self.whole.address, self.whole.itemsize
         return [first + start * size for start in self.starts]
 
     def pairs(self, *, scatter: bool) -> Iterator[tuple[Array, Array]]:
-        """What is written and what is read, as arrays."""
+        """Yield the written and the read array of each copy."""
         for part, start, numel in zip(self.parts, self.starts, self.numels, strict=True):
             place = self.whole.array[start : start + numel]
             yield (part, place) if scatter else (place, part)
 
     def check_gather(self) -> None:
-        """The chunk can be written, no element of it twice, and shares no byte with a tensor."""
+        """Raise unless the chunk can be written, each element at most once, and shares no byte with a tensor."""
         both = _overlapping(self.starts, self.numels)
         if both:
             raise InvalidArgument(f"offsets: pieces {both[0]} and {both[1]} of the chunk overlap")
@@ -56,12 +56,12 @@ class Batch:
             check_written([self.whole], self._views())
 
     def check_scatter(self) -> None:
-        """The tensors can be written, and share no byte with each other or with the chunk."""
+        """Raise unless the tensors can be written and share no byte with each other or with the chunk."""
         if self.whole.library != "torch" or self._in_chunk() or _overlapping(self.addresses, self.nbytes):
             check_written(self._views(), [self.whole])
 
     def _in_chunk(self) -> bool:
-        """Whether a tensor shares a byte with the chunk."""
+        """Return True if a tensor shares a byte with the chunk."""
         first, last = self.whole.address, self.whole.address + self.whole.nbytes
         spans = zip(self.addresses, map(add, self.addresses, self.nbytes), strict=True)
         return any(start < last and first < end > start for start, end in spans)
@@ -71,7 +71,7 @@ class Batch:
 
 
 def check_batch(tensors: Sequence[Array], chunk: Array, offsets: Sequence[int]) -> Batch:
-    """Look at all at once if they are plain tensors with nothing wrong, else at one after another, to say what is."""
+    """Check plain tensors all at once; if anything is wrong, check one after another to say what."""
     whole = view("chunk", chunk)
     if len(tensors) != len(offsets):
         raise InvalidArgument(f"offsets: expected one for each of {len(tensors)} tensors, found {len(offsets)}")
@@ -132,7 +132,7 @@ def _one_by_one(tensors: Sequence[Array], whole: View, offsets: Sequence[int]) -
 
 
 def _overlapping(starts: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Two runs that share something, as start and end."""
+    """Return two runs that overlap, as start and end; None: there are none."""
     if all(map(le, map(add, starts, lengths), islice(starts, 1, None))):
         return None
     runs = sorted((start, start + length) for start, length in zip(starts, lengths, strict=True) if length)

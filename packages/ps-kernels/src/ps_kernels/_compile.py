@@ -1,7 +1,7 @@
-"""The compiled kernels: one shared library, made by whatever C compiler is there.
+"""Compile the kernels into one shared library, with any C compiler of this computer.
 
-The package holds the source only. The library is made at first use and kept in a cache folder of the user. Its name
-carries a hash of its source.
+The package has the source only. The library is made at first use and kept in a cache folder of the user. Its name
+contains a hash of its source.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _TIMEOUT_S = 120
 
 
 class CompileFailed(Exception):
-    """There is no library, and none can be made; says why."""
+    """Say that there is no library, and why none can be made."""
 
 
 def levels() -> dict[str, tuple[str, ...]]:
-    """The instruction sets compiled for this kind of processor, best first, each with its compiler flags."""
+    """Return the instruction sets compiled for this kind of processor, best first, each with its compiler flags."""
     machine = platform.machine().lower()
     vectors = _X86_LEVELS if machine in ("x86_64", "amd64") else {"neon": ()} if machine in ("aarch64", "arm64") else {}
     return {**vectors, "scalar": ()}
 
 
 def library_name() -> str:
-    """The file's name: another source, flag or kind of processor makes another."""
+    """Return the file's name: another source, flag or kind of processor makes another."""
     digest = hashlib.sha256(repr((_COMMON, levels(), sys.platform)).encode())
     for path in sorted((*_SOURCE.glob("*.c"), *_SOURCE.glob("*.h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -89,7 +89,7 @@ def _compiler() -> list[str]:
 
 
 def _build(compiler: list[str], threads: tuple[str, ...], folder: Path) -> Path:
-    """Each level's object, a thread for each, then the library of them all."""
+    """Compile each level's object, in a thread for each, then link and return the library."""
     jobs = [(*flags, f"-DPS_LEVEL={name}", "-c", f"{_SOURCE}/loops.c", "-o", f"{folder}/{name}.o")
             for name, flags in levels().items()]  # fmt: skip
     jobs.append(("-c", f"{_SOURCE}/levels.c", "-o", f"{folder}/levels.o"))

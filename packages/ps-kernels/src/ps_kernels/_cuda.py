@@ -1,7 +1,7 @@
-"""The backend for CUDA tensors: raw kernels on PyTorch's current stream. Keeps [Note: order of arithmetic].
+"""Run raw kernels on CUDA tensors, on PyTorch's current stream. Keeps [Note: order of arithmetic].
 
-The kernels work on the tensors' own memory, and on PyTorch's stream, so PyTorch's allocator needs to be told nothing.
-Whatever a launch needs beside its arguments is a PyTorch tensor too, freed in stream order.
+The kernels work on the tensors' own memory, and on PyTorch's stream, so PyTorch's allocator needs no notice. Other data
+of a launch are in a PyTorch tensor too, which is freed in stream order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NORM_THREADS, _COPY_THREADS = 512, 256
 _TILE = 1 << 14
 """Bytes, or elements to be cast, that a thread block copies at a time; as in copy.cu."""
 _THREADS_A_MULTIPROCESSOR = 8 * 2048
-"""Eight times what any device holds at once: blocks enough to even out the end, none of them short of work."""
+"""Eight times what any device runs at once: enough blocks for an even end, and enough work for each."""
 _SORTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SAME_TYPE = 0
 
@@ -35,28 +35,28 @@ Argument = int | float
 
 
 class Launcher(Protocol):
-    """What starts kernels."""
+    """Protocol of an object that starts kernels."""
 
     def launch(self, kernel: tuple[str, str], grid: tuple[int, int], arguments: Sequence[Argument], on: Tensor) -> None:
-        """Start a kernel, named by module and name, on blocks times threads, on the stream that ``on`` works on."""
+        """Start a kernel, named by module and name, on blocks times threads, on ``on``'s current stream."""
 
     def multiprocessors(self, on: Tensor) -> int:
-        """How many multiprocessors the tensor's device has."""
+        """Return how many multiprocessors the tensor's device has."""
 
 
 class CudaBackend:
-    """Kernels of this package, started by a launcher."""
+    """Run the kernels of this package through a launcher."""
 
     def __init__(self, launcher: Launcher, tuning: Tuning | None = None) -> None:
-        """``tuning``: the launcher's, for the two go together."""
+        """Make the backend; ``tuning``: the launcher's, since kernels are compiled for it."""
         self._launcher, self._tuning = launcher, tuning or Tuning()
 
     def adam(self, states: tuple[Tensor, Tensor, Tensor], grad: Tensor, out: Tensor | None, s: AdamScalars) -> None:
-        """One step on parameter, momentum and variance."""
+        """Make one step on parameter, momentum and variance."""
         self._step("adam", (*states, grad), out, astuple(s))
 
     def sgd(self, states: tuple[Tensor, Tensor | None], grad: Tensor, out: Tensor | None, s: SgdScalars) -> None:
-        """One step on parameter and momentum."""
+        """Make one step on parameter and momentum."""
         self._step("sgd", (*states, grad), out, astuple(s))
 
     def sumsq_finite(self, x: Tensor, out: Tensor) -> None:
@@ -70,7 +70,7 @@ class CudaBackend:
         self._launch(("norm", "norm_total"), (1, _NORM_THREADS), (sums.data_ptr(), blocks, out.data_ptr()), x)
 
     def sumsq_each(self, x: Tensor, spans: Sequence[tuple[int, int]], out: Tensor) -> None:
-        """The same of each span of ``x``, into its row of ``out``, in one launch; see [Note: the table of spans]."""
+        """Do as `sumsq_finite` does for each span of ``x``, in one launch; see [Note: the table of spans]."""
         starts, numels = [start for start, _ in spans], [stop - start for start, stop in spans]
         *firsts, blocks = accumulate((-(-numel // BLOCK_NUMEL) for numel in numels), initial=0)
         if not blocks:
@@ -89,17 +89,19 @@ class CudaBackend:
             self._launch_step(f"accumulate_{_name(grad)}", arguments, numel, groups, grad)
 
     def copy_all(self, batch: Batch, *, scatter: bool) -> None:
-        """Copy the tensors into the chunk, or the other way round, in one launch; the host waits for nothing."""
+        """Copy the tensors into the chunk, or with ``scatter`` out of it, in one launch; the host waits for nothing."""
         table, tiles = _table(batch, scatter=scatter)
         if tiles:
             like = batch.whole.array
             self._copy(_on_device(table, like), tiles, like)
 
     def copier(self, batch: Batch, *, scatter: bool) -> Callable[[], None]:
-        """The same, at each call; the table is on the device already."""
+        """Return a call that does what `copy_all` does; the table is on the device already."""
         table, tiles = _table(batch, scatter=scatter)
         like = batch.whole.array
-        columns = torch.tensor(table, dtype=torch.int64).to(like.device)  # waits, so that any stream may read it
+        columns = torch.tensor(table, dtype=torch.int64, device="cpu").to(
+            like.device
+        )  # waits, so that any stream may read it
 
         def copy(_keep: Batch = batch) -> None:
             if like.is_cuda:
@@ -114,7 +116,7 @@ class CudaBackend:
         self._launch(("copy", "copy_pieces"), (tiles, _COPY_THREADS), arguments, on)
 
     def set_threads(self, count: int) -> None:
-        """The CPU's threads have no part in it."""
+        """Do nothing: this backend uses no CPU threads."""
 
     def _step(
         self, kind: str, arrays: tuple[Tensor | None, ...], out: Tensor | None, scalars: tuple[float, ...]
@@ -132,7 +134,7 @@ class CudaBackend:
         self._launch_step(name, arguments, numel, groups, grad)
 
     def _launch_step(self, name: str, arguments: Sequence[Argument], numel: int, groups: int, on: Tensor) -> None:
-        """So many blocks that each thread has a turn at least; see [Note: tuning] in step.cu."""
+        """Launch enough blocks that each thread has work; see [Note: tuning] in step.cu."""
         tuning = self._tuning
         blocks = -(-max(-(-groups // tuning.packs), numel - 4 * groups) // tuning.threads)
         self._launch(("step", name), (blocks, tuning.threads), arguments, on, tuning.blocks)
@@ -145,14 +147,14 @@ class CudaBackend:
         on: Tensor,
         most: int | None = None,
     ) -> None:
-        """At most so many blocks for each multiprocessor."""
+        """Launch at most ``most`` blocks for each multiprocessor."""
         blocks, threads = grid
         most = self._launcher.multiprocessors(on) * (most or _THREADS_A_MULTIPROCESSOR // threads)
         self._launcher.launch(kernel, (min(blocks, most), threads), arguments, on)
 
 
 def why_not() -> str | None:
-    """Why this backend cannot work here, where PyTorch and CuPy are installed; None if it can."""
+    """Return why this backend cannot work here, with PyTorch and CuPy installed; None if it can."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     try:
@@ -163,7 +165,7 @@ def why_not() -> str | None:
 
 
 def warm() -> list[str]:
-    """Compile every kernel for every device now, not in the first step; a line for each kernel and its time."""
+    """Compile every kernel for every device now, not in the first step; return a line for each kernel."""
     launcher = CupyLauncher()
     lines = []
     for index in range(torch.cuda.device_count()):
@@ -174,12 +176,12 @@ def warm() -> list[str]:
 
 @cache  # the compiled modules outlive a call
 def make_backend() -> CudaBackend:
-    """The backend of this module."""
+    """Return the backend of this module."""
     return CudaBackend(CupyLauncher())
 
 
 def split(numel: int, tensors: Sequence[Tensor]) -> tuple[int, int]:
-    """Elements before the first group of four at which every tensor is aligned for such groups, and the groups.
+    """Return the first element from which all tensors are aligned in groups of four, and the number of groups.
 
     See [Note: head, groups, rest] in step.cu.
     """
@@ -192,12 +194,12 @@ def split(numel: int, tensors: Sequence[Tensor]) -> tuple[int, int]:
 
 def _on_device(table: list[list[int]], like: Tensor) -> Tensor:
     """A table where a kernel reads it; the host waits for nothing."""
-    columns = torch.tensor(table, dtype=torch.int64)
+    columns = torch.tensor(table, dtype=torch.int64, device="cpu")
     return columns.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else columns
 
 
 def _table(batch: Batch, *, scatter: bool) -> tuple[list[list[int]], int]:
-    """The columns that copy.cu describes, and how many tiles there are."""
+    """Return the columns that copy.cu describes, and the number of tiles."""
     chunk = batch.whole.array.dtype
     sort_of = {kind: _sort(*((chunk, kind) if scatter else (kind, chunk))) for kind in batch.dtypes}
     sorts = [sort_of[part.dtype] for part in batch.parts]

@@ -1,9 +1,9 @@
-"""Starting CUDA kernels by way of CuPy, on PyTorch's current stream.
+"""Start CUDA kernels by CuPy, on PyTorch's current stream.
 
 [Note: denormals and CuPy]
-CuPy appends ``-ftz=true`` to the options of every module that it compiles from a source, and the last one counts: then
-denormals are flushed, whatever we say. So its compiler is called a step lower, where nothing is appended but the
-architecture, and the modules are loaded as binaries, which are kept here instead of in CuPy's own cache.
+CuPy appends ``-ftz=true`` to the options of every module that it compiles from a source. The last such option counts,
+so denormals would be flushed whatever this package sets. So CuPy's compiler is called one level lower, where only the
+architecture is appended. The modules are loaded as binaries, which are kept here instead of in CuPy's own cache.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ps_kernels._cuda_source import KERNELS, Tuning, options, source
 
 
 class _Handle:
-    """PyTorch's stream, in the protocol by which libraries hand streams to each other."""
+    """Give CuPy PyTorch's stream, by the protocol for streams of other libraries."""
 
     def __init__(self, address: int) -> None:
         self._address = address
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """The protocol's version, and the stream's address."""
+        """Return the protocol's version, and the stream's address."""
         return 0, self._address
 
 
 class CupyLauncher:
-    """Kernels compiled when first used, and kept on disk for the next process; see [Note: denormals and CuPy]."""
+    """Compile kernels when first used, and keep them on disk; see [Note: denormals and CuPy]."""
 
     def __init__(self, tuning: Tuning | None = None) -> None:
         self._tuning = tuning or Tuning()
@@ -59,11 +59,11 @@ class CupyLauncher:
             self._function(index, *kernel)((grid[0],), (grid[1],), values)
 
     def multiprocessors(self, on: Tensor) -> int:
-        """How many multiprocessors the tensor's device has."""
+        """Return how many multiprocessors the tensor's device has."""
         return int(torch.cuda.get_device_properties(on.device).multi_processor_count)
 
     def warm(self, index: int, modules: Iterable[str] = tuple(KERNELS)) -> Iterator[tuple[str, float]]:
-        """Compile all for a device, or load them from the disk; each and its seconds, a module's in the first."""
+        """Compile all kernels for a device, or load them; yield each with its seconds, a module's in the first."""
         with self._cupy.cuda.Device(index):
             for module in modules:
                 for name in KERNELS[module]:
@@ -72,7 +72,7 @@ class CupyLauncher:
                     yield name, time.perf_counter() - start
 
     def _function(self, index: int, module: str, name: str) -> Any:
-        """A kernel on the current device, which has that index."""
+        """Return a kernel on the current device, which has that index."""
         found = self._functions.get((index, module, name))
         if found is None:
             loaded = self._modules.get((index, module))
@@ -82,7 +82,7 @@ class CupyLauncher:
         return found
 
     def _binary(self, index: int, module: str) -> Path:
-        """The file with a module's machine code; its name says all that it depends on."""
+        """Return the file with a module's machine code; its name has a hash of all that it depends on."""
         cuda, text = self._cupy.cuda, source(module)
         capability = cuda.Device(index).compute_capability
         words = options(module, self._tuning)

@@ -1,4 +1,4 @@
-"""The CUDA sources as one text each, and how they are compiled; needs no CUDA, no CuPy and no device."""
+"""Read the CUDA sources as one text each, with their compiler options; this needs no CUDA, CuPy or device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-s
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How steps and accumulation go through memory; no choice changes a bit. See [Note: tuning] in step.cu."""
+    """Choose how steps and accumulation read memory; no choice changes a bit. See [Note: tuning] in step.cu."""
 
     packs: int = 1
     """Groups of four that a thread has on their way at once."""
@@ -66,7 +66,7 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 
 
 def options(module: str, tuning: Tuning) -> tuple[str, ...]:
-    """A module's, with what is chosen of it: nothing, if that is what its source has by itself."""
+    """Return a module's compiler options; none for choices that its source makes by itself."""
     if module != "step":
         return OPTIONS
     chosen = {"PS_PACKS": "packs", "PS_PAST": "past", "PS_STEP_THREADS": "threads"}
@@ -75,9 +75,9 @@ def options(module: str, tuning: Tuning) -> tuple[str, ...]:
 
 
 def source(module: str) -> str:
-    """A module's text with its headers written out where they are included.
+    """Return a module's text with its headers included.
 
-    So one text decides what a compiled module is, and a cache keyed by the text never serves an old header.
+    So one text decides what a compiled module is. A cache keyed by the text never serves an old header.
     """
     return _flattened(_FOLDER / f"{module}.cu")
 

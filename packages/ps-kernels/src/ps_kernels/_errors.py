@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose; each is raised before anything is written.
+"""Define every error that this package raises on purpose; each is raised before anything is written.
 
 KernelError
 ├── InvalidArgument (also a ValueError)   an array or number that cannot be used
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 
 class KernelError(Exception):
-    """Base of every error raised on purpose."""
+    """Base class of every error that is raised on purpose."""
 
 
 class InvalidArgument(KernelError, ValueError):
-    """An array or a number that cannot be used."""
+    """Say that an array or a number cannot be used."""
 
 
 class BackendMissing(KernelError, RuntimeError):
-    """The backend asked for is not there."""
+    """Say that the requested backend is not available."""

@@ -1,4 +1,4 @@
-"""The cross entropy of rows of logits."""
+"""Compute the cross entropy of rows of logits."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def cross_entropy(
     gradient: bool = True,
     backend: str | None = None,
 ) -> None:
-    """Each row's cross entropy in ``losses`` (float32); in place of ``logits`` their gradient, times ``factor``.
+    """Write each row's cross entropy to ``losses`` (float32), and its gradient times ``factor`` over ``logits``.
 
-    ``labels`` (int64) number each row's right column; of a row labelled ``ignored`` loss and gradient are zero. Without
-    ``gradient`` the logits are only read. On the CPU's memory only.
+    ``labels`` (int64) are the columns of the right classes. Rows labelled ``ignored`` get a loss and gradient of zero.
+    Without ``gradient`` the logits are only read. All arrays are in CPU memory.
     """
     source, right, target = view("logits", logits), view("labels", labels), view("losses", losses)
     check_together((source, right, target))

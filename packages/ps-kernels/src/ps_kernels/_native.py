@@ -1,6 +1,6 @@
-"""The backends in compiled C: one for each instruction set, on CPU arrays of either library.
+"""Run the compiled C kernels: one backend for each instruction set, on CPU arrays of either library.
 
-Every level runs the same source and gives the same bits. ctypes lets go of the interpreter's lock during a call.
+Every level runs the same source and gives the same bits. ctypes releases the interpreter's lock during a call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KINDS = {
 }
 _NO_ARRAY = -1
 _STREAM_BYTES = 1 << 22
-"""From here on what is written is no longer in the cache when it is read, so it need not pass through it."""
+"""From this size on, written bytes leave the cache before they are read, so writes bypass it."""
 _COPY_STREAM_BYTES = 1 << 25
 """The same for copies, which read so little that the cache holds more of what they write."""
 _NUMEL_PER_THREAD = 1 << 15
@@ -79,18 +79,18 @@ class _Losses(ctypes.Structure):
 
 @dataclass(slots=True, kw_only=True)
 class Threads:
-    """How many threads there may be; all levels share it."""
+    """The number of threads, which all levels share."""
 
     count: int
     process: int
 
     def most(self, numel: int) -> int:
-        """For so many elements. One in a forked child: the pool of threads stayed with the parent."""
+        """Return the number of threads for so many elements. It is one in a forked child, which has no pool."""
         return min(self.count, numel // _NUMEL_PER_THREAD + 1) if os.getpid() == self.process else 1
 
 
 class NativeBackend:
-    """One instruction set."""
+    """Run the kernels of one instruction set."""
 
     def __init__(self, functions: ctypes.CDLL, level: str, threads: Threads) -> None:
         self._threads = threads
@@ -104,11 +104,11 @@ class NativeBackend:
         functions[f"ps_{level}_cross_entropy"].restype = ctypes.c_longlong
 
     def adam(self, states: tuple[Array, Array, Array], grad: Array, out: Array | None, s: AdamScalars) -> None:
-        """One step on parameter, momentum and variance."""
+        """Make one step on parameter, momentum and variance."""
         self._step("adam", _AdamScalars(*_ADAM(s)), states, grad, out)
 
     def sgd(self, states: tuple[Array, Array | None], grad: Array, out: Array | None, s: SgdScalars) -> None:
-        """One step on parameter and momentum."""
+        """Make one step on parameter and momentum."""
         self._step("sgd", _SgdScalars(*_SGD(s)), (*states, None), grad, out)
 
     def _step(
@@ -145,7 +145,7 @@ class NativeBackend:
         )
 
     def sumsq_each(self, x: Array, spans: Sequence[tuple[int, int]], out: Array) -> None:
-        """The same of each span of ``x``, into its row of ``out``, in one call."""
+        """Do as `sumsq_finite` does for each span of ``x``, into its row of ``out``, in one call."""
         places = array("Q", chain.from_iterable(spans))
         longest = max(map(sub, places[1::2], places[::2]), default=0)
         self._call["sumsq_spans"](
@@ -174,17 +174,20 @@ class NativeBackend:
     def cross_entropy(
         self, logits: Array, labels: Array, losses: Array, *, ignored: int, factor: float, gradient: bool
     ) -> int:
-        """Each row's loss, and in its place its gradient. The first row with a wrong label, and nothing done; or -1."""
+        """Write each row's loss, and its gradient in place of its logits.
+
+        Return -1; or the first row with a wrong label, with nothing written.
+        """
         addresses = (_address(each) for each in (logits, labels, losses))
         told = _Losses(*addresses, *logits.shape, ignored, factor, _kind(logits), gradient)
         return self._cross_entropy(ctypes.byref(told), self._threads.most(_numel(logits)))
 
     def copy_all(self, batch: Batch, *, scatter: bool) -> None:
-        """Copy the tensors into the chunk, or the other way round, with one call for all of one type."""
+        """Copy the tensors into the chunk, or with ``scatter`` out of it, with one call for all of one type."""
         self.copier(batch, scatter=scatter)()
 
     def copier(self, batch: Batch, *, scatter: bool) -> Callable[[], None]:
-        """The same, prepared once and done at each call."""
+        """Return a call that does what `copy_all` does, prepared once."""
         columns = (batch.addresses, batch.places(), batch.numels)
         prepared = []
         for kind in batch.dtypes:
@@ -195,22 +198,22 @@ class NativeBackend:
         return partial(self._run_copies, prepared, batch)
 
     def _run_copies(self, prepared: Sequence[tuple[_Copies, object]], _keep: object) -> None:
-        """``_keep`` holds the arrays for as long as their addresses may be used."""
+        """Run the copies; ``_keep`` holds the arrays while their addresses may be used."""
         for copies, _ in prepared:
             self._call["copy"](ctypes.byref(copies), self._threads.most(copies.total))
 
     def set_threads(self, count: int) -> None:
-        """Use that many threads."""
+        """Use this number of threads."""
         self._threads.count = count
 
     def set_cores(self, cores: Sequence[int]) -> bool:
-        """Bind threads to these cores, in every level; to none if there are none. Whether the system can."""
+        """Bind threads to these cores in every level, or unbind them; return True if the system can."""
         return bool(self._set_cores((ctypes.c_int * len(cores))(*cores), len(cores)))
 
 
 @cache
 def native() -> dict[str, NativeBackend | str]:
-    """Every level: its backend, or why there is none. The library is loaded, and if need be made, on the first call."""
+    """Return every level's backend, or why there is none; the first call loads or makes the library."""
     compiled = levels()
     try:
         functions = _open(library())
@@ -232,7 +235,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _default_threads() -> int:
-    """As many as this process may use cores, unless ``OMP_NUM_THREADS`` says less."""
+    """Return the number of cores that this process may use, or ``OMP_NUM_THREADS`` if that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return min(cores, max(1, int(asked))) if asked.isdigit() else cores
@@ -243,7 +246,7 @@ def _chosen(columns: Sequence[Sequence[int]], members: Sequence[bool]) -> tuple[
 
 
 def _copies(part: Any, chunk: Any, columns: Sequence[Sequence[int]], *, scatter: bool) -> tuple[_Copies, object]:
-    """What the C function takes: of parts of one type their addresses, places and lengths; and what holds the lists."""
+    """Return the C function's arguments for parts of one type: addresses, places, lengths; and the lists' holder."""
     held = [array("Q", column) for column in columns]
     parts, places, counts = (column.buffer_info()[0] for column in held)
     total, same = sum(columns[2]), part == chunk
@@ -270,7 +273,7 @@ def _numel(array: Array) -> int:
 
 
 def _sums(numel: int) -> int:
-    """How many sums halving so many elements' blocks takes: a power of two."""
+    """Return how many sums the halving of all blocks takes: a power of two."""
     return 1 << max(-(-numel // BLOCK_NUMEL) - 1, 0).bit_length()
 
 

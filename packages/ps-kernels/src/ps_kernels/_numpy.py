@@ -1,4 +1,4 @@
-"""The backend for NumPy arrays; bfloat16 is held as uint16. Keeps [Note: order of arithmetic]."""
+"""Run on NumPy arrays; bfloat16 is stored as uint16. Keeps [Note: order of arithmetic]."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PIECE_NUMEL = 1 << 15
 
 
 def fused(a: Singles, b: Singles | float, c: Singles) -> Singles:
-    """``a * b + c`` rounded once; a number ``b`` is a single. [Note: fused in double] in step.h says how.
+    """Return ``a * b + c`` rounded once; a number ``b`` is a single. [Note: fused in double] in step.h says how.
 
-    What is rounded wrongly without more care lies halfway between two singles, so its last 28 bits are zeros.
+    A result that needs more care lies halfway between two singles, so its last 28 bits are zeros.
     """
     product = a.astype(np.float64) * b
     total = product + c
@@ -36,10 +36,10 @@ def fused(a: Singles, b: Singles | float, c: Singles) -> Singles:
 
 
 class NumpyBackend:
-    """One thread, in pieces that stay in the cache."""
+    """Run in one thread, in pieces that stay in the cache."""
 
     def adam(self, states: tuple[Array, Array, Array], grad: Array, out: Array | None, s: AdamScalars) -> None:
-        """One step on parameter, momentum and variance."""
+        """Make one step on parameter, momentum and variance."""
         for piece in _pieces(grad.size):
             with np.errstate(all="ignore"):
                 p, m, v = (state[piece] for state in states)
@@ -60,7 +60,7 @@ class NumpyBackend:
                     round_into(out[piece], p)
 
     def sgd(self, states: tuple[Array, Array | None], grad: Array, out: Array | None, s: SgdScalars) -> None:
-        """One step on parameter and momentum."""
+        """Make one step on parameter and momentum."""
         param, momentum = states
         for piece in _pieces(grad.size):
             with np.errstate(all="ignore"):
@@ -90,7 +90,7 @@ class NumpyBackend:
             out[:1] += _fold(sums)
 
     def sumsq_each(self, x: Array, spans: Sequence[tuple[int, int]], out: Array) -> None:
-        """The same of each span of ``x``, into its row of ``out``."""
+        """Do as `sumsq_finite` does for each span of ``x``, into its row of ``out``."""
         for row, (start, stop) in enumerate(spans):
             self.sumsq_finite(x[start:stop], out[row])
 
@@ -106,11 +106,14 @@ class NumpyBackend:
     def cross_entropy(
         self, logits: Array, labels: Array, losses: Array, *, ignored: int, factor: float, gradient: bool
     ) -> int:
-        """Each row's loss, and in its place its gradient. The first row with a wrong label, and nothing done; or -1."""
+        """Write each row's loss, and its gradient in place of its logits.
+
+        Return -1; or the first row with a wrong label, with nothing written.
+        """
         return cross_entropy(logits, labels, losses, ignored=ignored, factor=factor, gradient=gradient)
 
     def copy_all(self, batch: Batch, *, scatter: bool) -> None:
-        """Copy the tensors into the chunk, or the other way round."""
+        """Copy the tensors into the chunk, or with ``scatter`` out of it."""
         for into, source in batch.pairs(scatter=scatter):
             target, values = into.reshape(-1), source.reshape(-1)
             if into.dtype == source.dtype:
@@ -120,15 +123,15 @@ class NumpyBackend:
                 round_into(target, to_singles(values))
 
     def copier(self, batch: Batch, *, scatter: bool) -> Callable[[], None]:
-        """The same, at each call."""
+        """Return a call that does what `copy_all` does."""
         return partial(self.copy_all, batch, scatter=scatter)
 
     def set_threads(self, count: int) -> None:
-        """NumPy's elementwise work always uses one thread."""
+        """Do nothing: NumPy's elementwise work always uses one thread."""
 
 
 def make_backend() -> NumpyBackend:
-    """The backend of this module."""
+    """Return the backend of this module."""
     return NumpyBackend()
 
 
@@ -137,7 +140,7 @@ def _pieces(numel: int) -> Iterator[slice]:
 
 
 def _block_sum(squares: Singles) -> np.float32:
-    """The sum of a block, or of a shorter last one: groups that are all zeros change nothing."""
+    """Return the sum of a block, or of a shorter last one, whose missing zeros change nothing."""
     padded = np.zeros(-(-squares.size // (ROWS * LANES)) * ROWS * LANES, np.float32)
     padded[: squares.size] = squares
     groups = padded.reshape(-1, ROWS, LANES)
@@ -151,7 +154,7 @@ def _block_sum(squares: Singles) -> np.float32:
 
 
 def _fold(values: Singles) -> np.float32:
-    """The sum, halving: zeros up to a power of two change nothing, so there may be any number."""
+    """Return the sum by halving: zeros up to a power of two change nothing, so any number is allowed."""
     size = 1 << max(values.size - 1, 0).bit_length()
     folded = np.zeros(size, np.float32)
     folded[: values.size] = values

@@ -1,4 +1,4 @@
-"""The cross entropy of NumPy arrays. Keeps [Note: order of arithmetic]; the formulas are loss.h's."""
+"""Compute the cross entropy of NumPy arrays. Keeps [Note: order of arithmetic]; the formulas are loss.h's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _PIECE_NUMEL = 1 << 17
 
 
 def cross_entropy(logits: Array, labels: Array, losses: Array, *, ignored: int, factor: float, gradient: bool) -> int:
-    """Each row's loss, and in its place its gradient. The first row with a wrong label, and nothing done; or -1."""
+    """Write each row's loss, and its gradient in place of its logits.
+
+    Return -1; or the first row with a wrong label, with nothing written.
+    """
     counts = labels != ignored
     wrong = np.flatnonzero(counts & ((labels < 0) | (labels >= logits.shape[1])))
     if wrong.size:
@@ -53,7 +56,7 @@ def cross_entropy(logits: Array, labels: Array, losses: Array, *, ignored: int, 
 
 
 def exponential(x: Singles) -> Singles:
-    """Of numbers of at most zero."""
+    """Return the exponentials of numbers of at most zero."""
     shifted = x * np.float32(LOG2_OF_E) + np.float32(ROUNDER)
     whole = shifted - np.float32(ROUNDER)
     rest: Singles = x - whole * np.float32(LOG_OF_2[0]) - whole * np.float32(LOG_OF_2[1])
@@ -68,7 +71,7 @@ def exponential(x: Singles) -> Singles:
 
 
 def logarithm(x: Singles) -> NDArray[np.float64]:
-    """Of numbers of at least one."""
+    """Return the logarithms of numbers of at least one."""
     fraction, exponent = np.frexp(x)
     m, power = fraction.astype(np.float64) * 2, exponent - 1
     m, power = np.where(m > ROOT_OF_2, m * 0.5, m), power + (m > ROOT_OF_2)
@@ -81,7 +84,7 @@ def logarithm(x: Singles) -> NDArray[np.float64]:
 
 
 def _sums(powers: Singles) -> Singles:
-    """Of each row."""
+    """Return the sum of each row."""
     rows, columns = powers.shape
     group = POWER_ROWS * POWER_LANES
     padded = np.zeros((rows, -(-columns // group) * group), np.float32)

@@ -1,4 +1,4 @@
-"""Element types in NumPy, which has no bfloat16: it is held as uint16."""
+"""Convert element types in NumPy, which has no bfloat16: it is stored as uint16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Singles = NDArray[np.float32]
 
 
 def to_singles(x: Array) -> Singles:
-    """A new float32 array of the same values."""
+    """Return a new float32 array of the same values."""
     if x.dtype == np.uint16:
         widened: Singles = (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return widened
@@ -20,7 +20,7 @@ def to_singles(x: Array) -> Singles:
 
 
 def round_into(out: Array, x: Singles) -> None:
-    """Store float32 values in a 16-bit array, rounded to nearest even; a nan stays one."""
+    """Write float32 values to a 16-bit array, rounded to nearest even; a nan stays one."""
     if out.dtype != np.uint16:
         out[...] = x
         return

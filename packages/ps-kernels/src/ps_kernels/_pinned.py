@@ -1,8 +1,8 @@
-"""Host memory of an exact size that a device can copy from and to without a detour.
+"""Allocate host memory of an exact size that a device can copy from and to directly.
 
-An allocator that rounds up to powers of two can take twice the memory asked for; mapping it here takes whole pages,
-and registering the mapping pins it. Linux places pages when they are first touched, so huge pages, and the memory next
-to the device, are asked for before. Registering would touch them with one thread, so several do that before it.
+An allocator that rounds up to powers of two can take twice the requested memory. A mapping takes whole pages only, and
+registering the mapping pins it. Linux places pages when they are first touched. So huge pages, and memory near the
+device, are requested before that. Registering would touch the pages with one thread, so several threads do that first.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _MBIND = {"x86_64": 237, "aarch64": 235}
 
 
 class Pinner(Protocol):
-    """What pins memory."""
+    """Protocol of an object that pins memory."""
 
     def node(self) -> int | None:
-        """The memory node that lies nearest to the device, if there is one."""
+        """Return the memory node nearest to the device; None if there is none."""
 
     def pin(self, address: int, numbytes: int) -> str | None:
-        """Pin memory; why that failed, or None."""
+        """Pin memory; return why that failed, or None."""
 
     def unpin(self, address: int) -> None:
-        """Take that back, once copies from and to the memory have ended."""
+        """Unpin memory, once copies from and to it have ended."""
 
 
 class CudaPinner:
-    """CUDA's runtime, as PyTorch has loaded it."""
+    """Pin by CUDA's runtime, as PyTorch has loaded it."""
 
     def node(self) -> int | None:
-        """The node that the current device's bus belongs to."""
+        """Return the memory node of the current device's bus."""
         import torch
 
         if not torch.cuda.is_available():
@@ -62,7 +62,7 @@ class CudaPinner:
         return None
 
     def pin(self, address: int, numbytes: int) -> str | None:
-        """Pin memory for every device; why that failed, or None."""
+        """Pin memory for every device; return why that failed, or None."""
         import torch
 
         if not torch.cuda.is_available():
@@ -74,7 +74,7 @@ class CudaPinner:
         if status == 0:
             return None
         with suppress(RuntimeError):  # the runtime would report this failure at whatever kernel is launched next
-            torch.empty(1, device="cuda").fill_(1)
+            torch.empty(1, dtype=torch.uint8, device="cuda").fill_(1)
         return f"cudaHostRegister failed with status {status}"
 
     def unpin(self, address: int) -> None:
@@ -88,13 +88,13 @@ class CudaPinner:
 
 
 class _Mapping(mmap.mmap):
-    """Private memory, unpinned before it is unmapped. Tensors hold it, so it outlives the last of them."""
+    """Private memory, unpinned before it is unmapped. Tensors refer to it, so it outlives the last of them."""
 
     pinner: Pinner | None = None
     address: int = 0
 
     def unpin(self) -> None:
-        """Unpin what is pinned."""
+        """Unpin the pinned bytes."""
         pinner, self.pinner = self.pinner, None
         if pinner is not None:
             pinner.unpin(self.address)
@@ -105,10 +105,10 @@ class _Mapping(mmap.mmap):
 
 
 class PinnedArena:
-    """Host memory of exactly so many bytes (whole pages), pinned where that is possible; else a warning says so.
+    """Allocate host memory of an exact size (whole pages), pinned if possible; else a warning says so.
 
-    Its tensors keep the memory alive: dropping the arena while tensors are in use is safe, and :meth:`close`, which
-    gives the memory back at a definite moment, refuses while there are any.
+    The arena's tensors keep the memory alive, so dropping the arena while tensors are in use is safe. To free the
+    memory at a definite moment, call :meth:`close`, which raises while there are tensors.
     """
 
     def __init__(self, bytes: int, *, pin: bool = True, pinner: Pinner | None = None) -> None:
@@ -138,16 +138,16 @@ class PinnedArena:
 
     @property
     def bytes(self) -> int:
-        """How many bytes were asked for."""
+        """Return the requested number of bytes."""
         return 0 if self._closed else len(self._mapping)
 
     @property
     def pinned(self) -> bool:
-        """Whether devices reach the memory without a detour."""
+        """Return True if devices can copy from and to the memory directly."""
         return self._mapping.pinner is not None
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of the arena's memory; ``offset`` counts bytes and is a multiple of the element's size."""
+        """Return a tensor of the arena's memory; ``offset`` counts bytes and is a multiple of the element's size."""
         import torch
 
         if self._closed:
@@ -159,14 +159,14 @@ class PinnedArena:
                 f"and an end within {self.bytes} bytes"
             )
         if not numel:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         # The tensor's storage holds the window, and the window the mapping.
         window = (ctypes.c_char * (numel * size)).from_buffer(self._mapping, offset)
         self._windows = [each for each in self._windows if each() is not None] + [ref(window)]
         return torch.frombuffer(window, dtype=dtype)
 
     def close(self) -> None:
-        """Unpin the memory and give it back; a second time does nothing. Raises while one of its tensors lives."""
+        """Unpin and free the memory; a second call does nothing. Raise while one of its tensors is alive."""
         if self._closed:
             return
         alive = sum(each() is not None for each in self._windows)
@@ -178,7 +178,7 @@ class PinnedArena:
 
 
 def touch(address: int, numbytes: int) -> None:
-    """Write zeros to memory that is new, by several threads, so that all of its pages are there."""
+    """Write zeros to new memory, by several threads, so that all of its pages exist."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = min(_TOUCHING_THREADS, cores, numbytes // _BYTES_PER_THREAD)
     if threads < 2:
@@ -190,7 +190,7 @@ def touch(address: int, numbytes: int) -> None:
 
 
 def prefer_node(address: int, numbytes: int, node: int) -> bool:
-    """Ask for pages on a memory node, before they are touched; whether the kernel took note."""
+    """Request pages on a memory node, before they are touched; return True if the kernel accepted that."""
     number = _MBIND.get(platform.machine())
     if sys.platform != "linux" or number is None or not 0 <= node < 64:
         return False

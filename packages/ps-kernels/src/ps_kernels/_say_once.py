@@ -1,4 +1,4 @@
-"""What is said once a process, whatever filters for warnings are set."""
+"""Warn once a process, whatever warning filters are set."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from functools import cache
 
 @cache
 def say_once(message: str) -> None:
-    """Warn; the same message a second time does nothing. Where warnings are errors it is raised."""
+    """Warn; the same message a second time does nothing. If warnings are errors, raise."""
     warnings.warn(f"ps_kernels: {message}", stacklevel=4)

@@ -1,4 +1,4 @@
-"""The backend for PyTorch tensors, on any device that PyTorch knows. Keeps [Note: order of arithmetic].
+"""Run on PyTorch tensors, on any device that PyTorch knows. Keeps [Note: order of arithmetic].
 
 Only operations that round once are used: no ``addcmul``, no ``add`` with ``alpha``, which may be fused.
 """
@@ -23,14 +23,14 @@ _DEVICE_PIECE_NUMEL = 1 << 24
 
 
 class TorchBackend:
-    """On the current stream of the tensors' device, in pieces."""
+    """Run on the current stream of the tensors' device, in pieces."""
 
     def __init__(self, root: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._root = root
 
     @torch.no_grad()
     def adam(self, states: tuple[Tensor, Tensor, Tensor], grad: Tensor, out: Tensor | None, s: AdamScalars) -> None:
-        """One step on parameter, momentum and variance."""
+        """Make one step on parameter, momentum and variance."""
         param, momentum, variance = states
         sqrt_bc2 = _divisor(s.sqrt_bc2, param)
         for piece, g, scratch in _pieces(param):
@@ -49,7 +49,7 @@ class TorchBackend:
 
     @torch.no_grad()
     def sgd(self, states: tuple[Tensor, Tensor | None], grad: Tensor, out: Tensor | None, s: SgdScalars) -> None:
-        """One step on parameter and momentum."""
+        """Make one step on parameter and momentum."""
         param, momentum = states
         for piece, g, _ in _pieces(param):
             p = param[piece]
@@ -80,7 +80,7 @@ class TorchBackend:
         out[:1].add_(_fold(padded)[0])
 
     def sumsq_each(self, x: Tensor, spans: Sequence[tuple[int, int]], out: Tensor) -> None:
-        """The same of each span of ``x``, into its row of ``out``."""
+        """Do as `sumsq_finite` does for each span of ``x``, into its row of ``out``."""
         for row, (start, stop) in enumerate(spans):
             self.sumsq_finite(x[start:stop], out[row])
 
@@ -94,36 +94,39 @@ class TorchBackend:
     def cross_entropy(
         self, logits: Tensor, labels: Tensor, losses: Tensor, *, ignored: int, factor: float, gradient: bool
     ) -> int:
-        """Each row's loss, and in its place its gradient. The first row with a wrong label, and nothing done; or -1."""
+        """Write each row's loss, and its gradient in place of its logits.
+
+        Return -1; or the first row with a wrong label, with nothing written.
+        """
         return cross_entropy(logits, labels, losses, ignored=ignored, factor=factor, gradient=gradient)
 
     @torch.no_grad()
     def copy_all(self, batch: Batch, *, scatter: bool) -> None:
-        """Copy the tensors into the chunk, or the other way round."""
+        """Copy the tensors into the chunk, or with ``scatter`` out of it."""
         for into, source in batch.pairs(scatter=scatter):
             into.view(-1).copy_(source.view(-1))
 
     def copier(self, batch: Batch, *, scatter: bool) -> Callable[[], None]:
-        """The same, at each call."""
+        """Return a call that does what `copy_all` does."""
         return partial(self.copy_all, batch, scatter=scatter)
 
     def set_threads(self, count: int) -> None:
-        """Use that many threads."""
+        """Use this number of threads."""
         torch.set_num_threads(count)
 
 
 def make_backend() -> TorchBackend:
-    """The backend of this module."""
+    """Return the backend of this module."""
     return TorchBackend(double_root if find_spec("numpy") is None else numpy_root)
 
 
 def _divisor(value: float, like: Tensor) -> Tensor:
-    """A tensor to divide by: dividing by a plain number on CUDA multiplies by its rounded reciprocal instead."""
+    """Return a tensor to divide by: on CUDA, division by a number multiplies by its rounded reciprocal."""
     return torch.full((1,), value, dtype=torch.float32, device=like.device)
 
 
 def fused(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
-    """``a * b + c`` rounded once; a number ``b`` is a single. [Note: fused in double] in step.h says how.
+    """Return ``a * b + c`` rounded once; a number ``b`` is a single. [Note: fused in double] in step.h says how.
 
     PyTorch's own ``lerp`` and ``addcmul`` fuse on some processors, in some places of an array.
     """
@@ -140,7 +143,7 @@ def fused(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
 
 
 def _moves(product: Tensor, total: Tensor, c: Tensor) -> Tensor:
-    """By how many bits each even and inexact sum must move towards the exact one."""
+    """Return by how many bits each even and inexact sum must move towards the exact one."""
     back = total - product
     error = (product - (total - back)).add_(c - back)
     towards = torch.where((error > 0) == (total > 0), 1, -1)
@@ -148,16 +151,16 @@ def _moves(product: Tensor, total: Tensor, c: Tensor) -> Tensor:
 
 
 def double_root(x: Tensor, out: Tensor) -> Tensor:
-    """The square root, rounded correctly.
+    """Return the square root, rounded correctly.
 
-    On the CPU PyTorch leaves single-precision roots to a vector library that errs by a bit in one of five; a
-    double-precision root, right to a bit of its own, always rounds to the right single.
+    On the CPU PyTorch computes single-precision roots by a vector library, which errs by a bit in one of five. A
+    double-precision root is right to a bit of its own, and always rounds to the right single.
     """
     return out.copy_(x.to(torch.float64).sqrt_()) if x.device.type == "cpu" else torch.sqrt(x, out=out)
 
 
 def numpy_root(x: Tensor, out: Tensor) -> Tensor:
-    """The same bits, several times faster where NumPy is installed."""
+    """Return the same bits as `double_root`, several times faster, if NumPy is installed."""
     if x.device.type != "cpu":
         return torch.sqrt(x, out=out)
     import numpy as np
@@ -168,7 +171,7 @@ def numpy_root(x: Tensor, out: Tensor) -> Tensor:
 
 
 def _pieces(like: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Each piece of a tensor, with two float32 work spaces of its length."""
+    """Yield each piece of a tensor, with two float32 work spaces of its length."""
     numel = like.numel()
     most = min(numel, _CPU_PIECE_NUMEL if like.device.type == "cpu" else _DEVICE_PIECE_NUMEL)
     spaces = torch.empty(2, most, dtype=torch.float32, device=like.device)
@@ -178,7 +181,7 @@ def _pieces(like: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
 
 
 def _block_sums(blocks: Tensor) -> Tensor:
-    """The sum of each block."""
+    """Return the sum of each block."""
     groups = blocks.view(-1, ROWS, LANES)
     sums = groups[:, 0].clone()
     for row in range(1, ROWS):
@@ -187,7 +190,7 @@ def _block_sums(blocks: Tensor) -> Tensor:
 
 
 def _fold(rows: Tensor, left: int = 1) -> Tensor:
-    """Each row, whose length is a power of two, halved by adding until ``left`` numbers are left."""
+    """Halve each row, whose length is a power of two, by adding until ``left`` numbers are left."""
     while rows.shape[1] > left:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]

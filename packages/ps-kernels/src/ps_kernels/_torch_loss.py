@@ -1,4 +1,4 @@
-"""The cross entropy of PyTorch tensors. Keeps [Note: order of arithmetic]; the formulas are loss.h's."""
+"""Compute the cross entropy of PyTorch tensors. Keeps [Note: order of arithmetic]; the formulas are loss.h's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _PIECE_NUMEL = 1 << 18
 def cross_entropy(
     logits: Tensor, labels: Tensor, losses: Tensor, *, ignored: int, factor: float, gradient: bool
 ) -> int:
-    """Each row's loss, and in its place its gradient. The first row with a wrong label, and nothing done; or -1."""
+    """Write each row's loss, and its gradient in place of its logits.
+
+    Return -1; or the first row with a wrong label, with nothing written.
+    """
     counts = labels != ignored
     wrong = (counts & ((labels < 0) | (labels >= logits.shape[1]))).nonzero()
     if len(wrong):
@@ -49,7 +52,7 @@ def cross_entropy(
 
 
 def exponential(x: Tensor) -> Tensor:
-    """Of numbers of at most zero."""
+    """Return the exponentials of numbers of at most zero."""
     shifted = (x * LOG2_OF_E).add_(ROUNDER)
     whole = shifted - ROUNDER
     rest = (x - whole * LOG_OF_2[0]).sub_(whole * LOG_OF_2[1])
@@ -63,7 +66,7 @@ def exponential(x: Tensor) -> Tensor:
 
 
 def logarithm(x: Tensor) -> Tensor:
-    """Of numbers of at least one."""
+    """Return the logarithms of numbers of at least one."""
     fraction, exponent = torch.frexp(x)
     m = fraction.double() * 2
     more = m > ROOT_OF_2
@@ -77,7 +80,7 @@ def logarithm(x: Tensor) -> Tensor:
 
 
 def _sums(powers: Tensor) -> Tensor:
-    """Of each row."""
+    """Return the sum of each row."""
     group = POWER_ROWS * POWER_LANES
     padded = functional.pad(powers, (0, -powers.shape[1] % group))
     groups = padded.view(len(powers), -1, POWER_ROWS, POWER_LANES)

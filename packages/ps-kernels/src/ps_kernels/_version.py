@@ -1,3 +1,3 @@
-"""The version, in one place; all four packages carry the same."""
+"""Hold the version, in one place; all four packages carry the same."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Model builders, data and the trainer."""
+"""Build models, read data, and train."""
 
 from ps_models._build import build
 from ps_models._layers import TiledLinear

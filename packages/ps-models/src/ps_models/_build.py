@@ -1,4 +1,4 @@
-"""Models by name."""
+"""Build models by name."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _OF_SHAPE = frozenset(field.name for field in fields(TransformerShape)) - {"name
 
 
 def build(name: str, device: str | torch.device = "meta", **overrides: int | float | Collection[int] | None) -> Model:
-    """The model of that name (`ps_core` knows the names), on ``device``; on ``meta`` it takes no memory.
+    """Return the model of that name (`ps_core` knows the names), on ``device``; on ``meta`` it takes no memory.
 
-    Overrides replace fields of its `TransformerShape` or of its configuration; a changed ``hidden`` or ``heads``
-    brings head width and MLP width along.
+    Overrides replace fields of its `TransformerShape` or of its configuration. A changed ``hidden`` or ``heads``
+    changes head width and MLP width too.
     """
     found = shape(name)
     # Any: that the configuration is of the model's own type is not told from a name here; it checks its values.

@@ -1,4 +1,4 @@
-"""What every model's configuration has besides its shape."""
+"""Define what every model's configuration has besides its shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ps_core._workloads.shapes import Family, TransformerShape
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A shape, and what it leaves open."""
+    """A shape, and the options that it does not decide."""
 
     shape: TransformerShape
     checkpoint_blocks: bool | Collection[int] = False
@@ -48,12 +48,12 @@ class ModelConfig:
                 )
 
     def checkpointed(self, block: int) -> bool:
-        """Whether a block is recomputed in backward."""
+        """Return True if a block is recomputed in backward."""
         chosen = self.checkpoint_blocks
         return chosen if isinstance(chosen, bool) else block in chosen
 
     def check_head(self, model: str) -> None:
-        """`InvalidInput` where a head needs all of a table that is to stay in the computer's memory."""
+        """Raise `InvalidInput` if a head needs all of a table that is to stay in host memory."""
         if self.cpu_embedding and self.shape.tied_head:
             untied = "" if self.shape.family is Family.BERT else ", or tied_head=False"
             raise InvalidInput(
@@ -62,7 +62,7 @@ class ModelConfig:
             )
 
     def need_family(self, model: str, *families: Family) -> None:
-        """`InvalidInput` unless the shape is of one of these."""
+        """Raise `InvalidInput` unless the shape is of one of these families."""
         if self.shape.family not in families:
             needed = " or ".join(family.value for family in families)
             raise InvalidInput(
@@ -72,10 +72,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """The same for models that predict the next token."""
+    """A `ModelConfig` for models that predict the next token."""
 
     head_tiles: int = 1
-    """Pieces of a head that is not the token table, each a part of the words and a parameter of its own."""
+    """Number of parameters that the head's matrix is cut into, by words, if it is not the token table."""
     experts: int = 0
     """MLPs a block chooses among for each token; 0: one MLP for all."""
     experts_chosen: int = 2
@@ -97,5 +97,5 @@ class DecoderConfig(ModelConfig):
 
 
 def option_names(config: type[ModelConfig]) -> frozenset[str]:
-    """The fields that `build` may override, the shape's not among them."""
+    """Return the fields that `build` may override, except those of the shape."""
     return frozenset(field.name for field in fields(config)) - {"shape"}

@@ -1,4 +1,4 @@
-"""What the ``config.json`` of each family says besides its shape, read and written.
+"""Read and write what the ``config.json`` of each family says besides its shape.
 
 Any, in the writers: a configuration of the family, whose own module imports this one.
 """

@@ -1,4 +1,4 @@
-"""Sampling from a language model."""
+"""Sample from a language model."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _COLD = 1e-4
 
 
 class LanguageModel(Protocol):
-    """A model that predicts the next token."""
+    """Protocol of a model that predicts the next token."""
 
     @property
     def config(self) -> ModelConfig:
-        """Its configuration, for the longest sequence it can see."""
+        """Return its configuration, which has the longest sequence."""
 
     @property
     def training(self) -> bool:
-        """Whether dropout is on."""
+        """Return True if dropout is on."""
 
     def train(self, mode: bool = True) -> Any:
-        """Set it."""
+        """Switch dropout on or off."""
 
     def __call__(self, input_ids: Tensor, *, logits_to_keep: int) -> Any:
-        """What has ``logits`` of the last so many tokens, of shape blv."""
+        """Return an output with ``logits`` of the last ``logits_to_keep`` tokens, of shape blv."""
 
 
 @torch.no_grad()
@@ -45,8 +45,8 @@ def generate(
 ) -> Tensor:
     """Continue each row of ``input_ids`` by sampled tokens; ``temperature=0`` takes the likeliest instead.
 
-    Dropout is off meanwhile. Rows that drew ``end_token`` are filled up with it; when all have, this ends early. Where
-    the model has no further positions, it sees the last ones only. Each token costs a forward pass over what is seen.
+    Dropout is off meanwhile. Rows that drew ``end_token`` are filled up with it; when all have, this ends early. If the
+    model has no further positions, only the last ones are its input. Each token costs a forward pass over the input.
     """
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:
         raise InvalidInput(f"generate needs rows of at least one token, found shape {tuple(input_ids.shape)}")

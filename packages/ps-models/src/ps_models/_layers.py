@@ -1,7 +1,7 @@
-"""Layers that several models have. Each does all of its initialisation in its own ``reset_parameters``.
+"""Define layers that several models use. Each initialises itself in its own ``reset_parameters`` only.
 
-That is what lets a model built without memory get the numbers a plain build draws: no constructor changes a child
-after it was made.
+So no constructor changes a child after it was made. That lets a model built without memory get the numbers that a plain
+build draws.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ps_models._config import DecoderConfig, ModelConfig
 
 @dataclass(frozen=True)
 class Initialiser:
-    """Draws a weight from a normal distribution, in place."""
+    """Draw a weight from a normal distribution, in place."""
 
     std: float
     truncated: bool = False
     """Without what is beyond two standard deviations."""
 
     def __call__(self, weight: Tensor) -> None:
-        """On meta nothing is there to be filled, and drawing would load torch's compiler; the engine draws later."""
+        """Draw the weight. Do nothing on meta: drawing would load torch's compiler, and the engine draws later."""
         if weight.is_meta:
             return
         if self.truncated:
@@ -41,7 +41,7 @@ class Initialiser:
 
 
 class Linear(nn.Linear):
-    """A linear map with zero bias and a weight as told."""
+    """A linear map with zero bias; its weight is drawn by ``init``."""
 
     cut = 0
     """The weight's dimension of outputs."""
@@ -51,7 +51,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Draw fresh weights."""
+        """Draw new weights."""
         self.init(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -71,43 +71,43 @@ class Projection(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw fresh weights."""
+        """Draw new weights."""
         self.init(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., inputs) to (..., outputs)."""
+        """Map shape (..., inputs) to (..., outputs)."""
         return functional.linear(x, self.weight.t(), self.bias)
 
 
 class Embedding(nn.Embedding):
-    """A table of rows, drawn as told."""
+    """A table of rows, drawn by ``init``."""
 
     def __init__(self, rows: int, width: int, *, init: Initialiser) -> None:
         self.init = init
         super().__init__(rows, width)
 
     def reset_parameters(self) -> None:
-        """Draw fresh rows."""
+        """Draw new rows."""
         self.init(self.weight)
 
 
 class TableOnHost(Embedding, HostEmbedding):
-    """The same, which stays in the computer's memory."""
+    """An `Embedding` that stays in host memory."""
 
 
 def token_table(config: ModelConfig, init: Initialiser) -> Embedding:
-    """Of a model's tokens, wherever it is to be."""
+    """Return the table of a model's tokens, on the accelerator or on the host."""
     kind = TableOnHost if config.cpu_embedding else Embedding
     return kind(config.shape.vocabulary, config.shape.hidden, init=init)
 
 
 class TiledLinear(nn.Module):
-    """A linear map cut into several that make a part of the outputs each, for a weight larger than the budget.
+    """Cut a linear map into several, each with a part of the outputs, for a weight larger than the budget.
 
-    ``make`` makes one of a number of outputs, as ``lambda width: nn.Linear(inputs, width)``. Their weights and biases
-    are parameters of their own.
+    ``make`` makes one with a number of outputs, as ``lambda width: nn.Linear(inputs, width)``. Their weights and biases
+    are separate parameters.
     """
 
     def __init__(self, outputs: int, tiles: int, make: Callable[[int], nn.Linear | Projection]) -> None:
@@ -122,7 +122,7 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, tiles: int) -> TiledLinear:
-        """The same map, cut: tiles hold copies of its rows. Where it is on ``meta``, so are they."""
+        """Return the same map, cut: tiles hold copies of its rows. If the map is on ``meta``, so are they."""
         make = partial(nn.Linear, linear.in_features, bias=linear.bias is not None, device="meta")
         cut = cls(linear.out_features, tiles, make)
         for name, whole in linear.named_parameters():
@@ -131,21 +131,21 @@ class TiledLinear(nn.Module):
         return cut
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., inputs) to (..., outputs)."""
+        """Map shape (..., inputs) to (..., outputs)."""
         return torch.cat([tile(x) for tile in self.tiles], dim=-1)
 
 
 def linear(
     kind: type[Linear | Projection], inputs: int, outputs: int, *, bias: bool, init: Initialiser, tiles: int
 ) -> nn.Module:
-    """A linear map, whole or in tiles."""
+    """Return a linear map, whole or in tiles."""
     if tiles == 1:
         return kind(inputs, outputs, bias=bias, init=init)
     return TiledLinear(outputs, tiles, lambda width: kind(inputs, width, bias=bias, init=init))
 
 
 def own_head(config: DecoderConfig) -> nn.Module | None:
-    """A language model's head, whole or in tiles; None where it is the token table."""
+    """Return a language model's head, whole or in tiles; None if the token table is the head."""
     shape, init = config.shape, Initialiser(config.init_std)
     if shape.tied_head:
         return None
@@ -153,7 +153,7 @@ def own_head(config: DecoderConfig) -> nn.Module | None:
 
 
 def words(head: nn.Module | None, table: Embedding) -> list[Tensor]:
-    """The head's matrix, or its tiles: words by hidden numbers."""
+    """Return the head's matrix, or its tiles: words by hidden numbers."""
     parts: Any = head.tiles if isinstance(head, TiledLinear) else [table if head is None else head]
     return [part.weight for part in parts]
 
@@ -161,9 +161,9 @@ def words(head: nn.Module | None, table: Embedding) -> list[Tensor]:
 def run_blocks(
     blocks: nn.ModuleList, config: ModelConfig, x_blh: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """One block after the other; those that are to be checkpointed recompute themselves in backward.
+    """Run one block after the other; checkpointed ones recompute themselves in backward.
 
-    A block gives hidden states, and a mixture of experts its balance loss; the second result is their mean.
+    A block returns hidden states, and a mixture of experts its balance loss. The second result is the mean of these.
     """
     balances: list[Tensor] = []
     for index, block in enumerate(blocks):
@@ -178,16 +178,16 @@ def run_blocks(
 
 
 def positions(length: int, longest: int, like: Tensor) -> Tensor:
-    """The numbers of that many positions."""
+    """Return the numbers of the positions; raise if there are more than ``longest``."""
     if length > longest:
         raise InvalidInput(f"a sequence of {length} is longer than the {longest} positions of the model")
     return torch.arange(length, device=like.device)
 
 
 def visible(attention_mask: Tensor | None, *, causal: bool) -> Tensor | None:
-    """Which token may see which, as b1ll or b11l; None where that follows from ``causal`` alone.
+    """Return which token may attend to which, as b1ll or b11l; None if ``causal`` alone decides.
 
-    A padded token sees itself, so that no row of attention is empty.
+    A padded token attends to itself, so that no row of attention is empty.
     """
     if attention_mask is None:
         return None

@@ -1,17 +1,17 @@
-"""Cross entropy of a language model's head, without all logits at once.
+"""Compute the cross entropy of a language model's head, without all logits at once.
 
 [Note: the chunked loss]
-The logits of ``rows`` tokens exist at a time, in forward only: what they contribute to the gradients of hidden states
-and head is made at once, so that nothing is computed twice and backward merely multiplies by the loss's own gradient.
-Each sum over chunks is in fp32 and rounded once, as a single product over all tokens would be. The mean is taken in
-backward: the gradient of a single token has magnitudes that 16-bit types hold.
+The logits of ``rows`` tokens exist at a time, in forward only. Their part of the gradients of hidden states and head is
+computed at once. So nothing is computed twice, and backward only multiplies by the loss's own gradient. Each sum over
+chunks is in fp32 and rounded once, as a single product over all tokens would be. The mean is taken in backward: the
+gradient of a single token has magnitudes that 16-bit types hold.
 
-On the CPU, with compiled kernels, ``ps_kernels.cross_entropy`` turns the logits into their gradient where they are, in
-their own type; elsewhere they are made fp32 first. Fake tensors take the way of an accelerator, which a fake pass
-foresees more often than not; so does a compiler, which cannot look into kernels.
+On the CPU, with compiled kernels, ``ps_kernels.cross_entropy`` overwrites the logits with their gradient, in their own
+type. Elsewhere they are first converted to fp32. Fake tensors are treated as on an accelerator, since most fake passes
+foresee one. So are tensors of a compiler, which cannot look into kernels.
 
-What it costs: the head's gradient exists from forward on, beside its fp32 sum until the last chunk where there are
-several chunks and the head is of 16 bits.
+The price is memory: the head's gradient exists from forward on. With several chunks and a 16-bit head, its fp32 sum
+exists beside it until the last chunk.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ IGNORED = -100
 
 
 def next_labels(labels_bl: Tensor) -> Tensor:
-    """Labels moved by one, so that each token stands beside the label of the next; the last has none."""
+    """Return labels shifted by one, so that each token has the label of the next; the last has none."""
     return functional.pad(labels_bl[:, 1:], (0, 1), value=IGNORED)
 
 
 def head_loss(
     x_nh: Tensor, tables: Tensor | Sequence[Tensor], labels_n: Tensor, *, bias_v: Tensor | None = None, rows: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Mean cross entropy in fp32, and the logits if they were made whole (``rows`` is None).
+    """Return the mean cross entropy in fp32, and the logits if they were made whole (``rows`` is None).
 
     ``tables``: the head's matrix, or its tiles, which have no bias.
     """
@@ -59,7 +59,7 @@ def head_loss(
 
 
 def all_logits(x_blh: Tensor, tables: Sequence[Tensor], last: int = 0) -> Tensor:
-    """Of every token, or of the last so many of each row; shape blv."""
+    """Return the logits of every token, or of the ``last`` tokens of each row; shape blv."""
     if last < 0:
         raise InvalidInput(f"logits_to_keep must be at least 0 (of all tokens), found {last}")
     x_blh = x_blh[:, -last:] if last else x_blh
@@ -76,7 +76,7 @@ def language_loss(
     balance: Tensor | None,
     return_logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of the next token, with the experts' balance, and the logits if they were made whole."""
+    """Return the loss of the next token plus the experts' balance, and the logits if they were made whole."""
     rows = None if return_logits else config.loss_chunk_tokens
     loss, logits_nv = head_loss(x_blh.flatten(0, 1), tables, next_labels(labels_bl).flatten(), rows=rows)
     logits_blv = None if logits_nv is None else logits_nv.view(*labels_bl.shape, -1)
@@ -84,19 +84,19 @@ def language_loss(
 
 
 def add_balance(loss: Tensor, balance: Tensor | None, config: DecoderConfig) -> Tensor:
-    """The loss with the weighted balance of experts, where there are any."""
+    """Return the loss plus the weighted balance of experts, if there are any."""
     return loss if balance is None else loss + config.balance_weight * balance
 
 
 @cache
 def _compiled() -> bool:
-    """Whether there are compiled kernels for the CPU."""
+    """Return True if there are compiled kernels for the CPU."""
     others = ("cuda", "torch", "numpy")
     return any(state == "available" for name, state in ps_kernels.backends().items() if name not in others)
 
 
 def _by_kernel(x_nh: Tensor, table_vh: Tensor, labels_n: Tensor) -> bool:
-    """Whether the loss is the compiled kernel's; see [Note: the chunked loss]."""
+    """Return True if the compiled kernel computes the loss; see [Note: the chunked loss]."""
     plain = type(x_nh) is Tensor and type(labels_n) is Tensor
     return (
         plain
@@ -108,7 +108,9 @@ def _by_kernel(x_nh: Tensor, table_vh: Tensor, labels_n: Tensor) -> bool:
 
 
 class _ChunkedLoss(Function):
-    """See [Note: the chunked loss]. (Any: what torch hands to and takes from a `Function`.)"""
+    """Compute the chunked loss; see [Note: the chunked loss]. (Any: what PyTorch passes to and takes from a
+    `Function`.)
+    """
 
     @staticmethod
     def forward(
@@ -144,7 +146,7 @@ class _ChunkedLoss(Function):
 
 
 class _Sums:
-    """What the chunks add up to: the loss, and the gradients that are wanted, of the sum over all tokens."""
+    """The sums over chunks: the loss, and the requested gradients, for the sum over all tokens."""
 
     def __init__(self, x_nh: Tensor, table_vh: Tensor, bias_v: Tensor | None, wanted: tuple[bool, ...]) -> None:
         self.x_nh, self.table_vh, self.bias_v = x_nh, table_vh, bias_v
@@ -155,7 +157,7 @@ class _Sums:
         self.bias_grad_v: Tensor | None = None
 
     def add(self, start: int, labels_r: Tensor, *, by_kernel: bool) -> None:
-        """The chunk of tokens from ``start`` on."""
+        """Add the chunk of tokens from ``start`` on."""
         x_rh = self.x_nh[start : start + len(labels_r)]
         errors = self._errors_by_kernel if by_kernel else self._errors
         # No name for the logits here: they go as soon as they are fp32.
@@ -177,7 +179,7 @@ class _Sums:
         return self.of_x or self.of_table or self.of_bias
 
     def _errors(self, logits_rv: Tensor, labels_r: Tensor) -> Tensor | None:
-        """Adds the loss. Probabilities, less one for the right token; nothing for a token that does not count."""
+        """Add the loss; return probabilities, less one for the right token; zero for tokens that do not count."""
         logits_rv = logits_rv.float()
         counts_r1 = (labels_r != IGNORED)[:, None]
         labels_r1 = labels_r[:, None].where(counts_r1, 0)
@@ -191,7 +193,7 @@ class _Sums:
         return powers_rv.mul_(counts_r1 / sums_r1).scatter_add_(1, labels_r1, -counts_r1.float())
 
     def _errors_by_kernel(self, logits_rv: Tensor, labels_r: Tensor) -> Tensor | None:
-        """The same, over the logits; in fp32 where they are summed for a bias."""
+        """Do as `_errors` does, over the logits; in fp32 if they are summed for a bias."""
         if self.of_bias:
             logits_rv = logits_rv.float()
         losses_r = torch.empty(len(labels_r), dtype=torch.float32, device=logits_rv.device)
@@ -200,7 +202,7 @@ class _Sums:
         return logits_rv if self._wanted else None
 
     def gradients(self, x_dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """Of hidden states, table and bias; None where it is not wanted."""
+        """Return the gradients of hidden states, table and bias; None for those not requested."""
         dtype = self.table_vh.dtype
         if not len(self.x_nh):
             self.table_grad_vh = torch.zeros_like(self.table_vh) if self.of_table else None

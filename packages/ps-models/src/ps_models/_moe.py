@@ -1,4 +1,4 @@
-"""A mixture of experts: a router sends each token to a few of several MLPs."""
+"""Define a mixture of experts: a router sends each token to a few of several MLPs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ps_models._layers import Initialiser, Linear
 
 
 class MixtureOfExperts(nn.Module):
-    """In place of an MLP. An expert that no token chose is not computed: its parameters are not even read."""
+    """A replacement for an MLP. An expert that no token chose is not computed, and its parameters are not read."""
 
     def __init__(
         self, hidden: int, make_expert: Callable[[], nn.Module], *, experts: int, chosen: int, std: float
@@ -23,7 +23,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(make_expert() for _ in range(experts))
 
     def forward(self, x_blh: Tensor) -> tuple[Tensor, Tensor]:
-        """Shape blh to blh, and the balance loss of these tokens (1 where the experts are used evenly)."""
+        """Map shape blh to blh, and the balance loss of these tokens (1 where the experts are used evenly)."""
         x_nh = x_blh.flatten(0, -2)
         chances_ne = self.router(x_nh).float().softmax(-1)
         weights_nc, experts_nc = chances_ne.topk(self.chosen)
@@ -37,14 +37,16 @@ class MixtureOfExperts(nn.Module):
         return out_nh.view(x_blh.shape), self._balance(chances_ne, experts_nc)
 
     def _balance(self, chances_ne: Tensor, experts_nc: Tensor) -> Tensor:
-        """The Switch Transformer's: what each expert gets, times its mean chance, summed, times their number."""
+        """Return the Switch Transformer's balance: each expert's share times its mean chance, summed, times their
+        number.
+        """
         experts = chances_ne.shape[1]
         share_e = torch.bincount(experts_nc.flatten(), minlength=experts) / experts_nc.numel()
         return experts * (share_e * chances_ne.mean(0)).sum()
 
 
 def feed_forward(config: DecoderConfig, make: Callable[[], nn.Module]) -> nn.Module:
-    """A block's MLP, or experts of its kind."""
+    """Return a block's MLP, or experts of that kind."""
     if not config.experts:
         return make()
     return MixtureOfExperts(
@@ -53,5 +55,5 @@ def feed_forward(config: DecoderConfig, make: Callable[[], nn.Module]) -> nn.Mod
 
 
 def with_balance(found: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """What either of them gives, with None for the balance of one MLP."""
+    """Return a block's result with its balance; None for the balance of one MLP."""
     return (found, None) if isinstance(found, Tensor) else found

@@ -1,4 +1,4 @@
-"""Read and write directories as Hugging Face has them: ``config.json``, and ``model.safetensors`` or pieces of it."""
+"""Read and write directories in Hugging Face's format: ``config.json``, and ``model.safetensors`` or parts of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Entries = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What a family's files say, and how."""
+    """Describe a family's files: what they say, and in which words."""
 
     read: Callable[[Entries], Entries]
     """Fields of our configuration from theirs, the shape's not among them."""
@@ -56,7 +56,7 @@ class Pretrained(nn.Module):
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, **options: Any) -> Self:
-        """Return the model in a directory, on the CPU, in the types of its file, with dropout off as in ``eval()``.
+        """Return the model in a directory, on the CPU, in its file's types, with dropout off.
 
         ``options`` replace fields of the configuration (any: they are of the fields' types). A classifier made from a
         language model keeps what both have and draws its head.
@@ -74,9 +74,9 @@ class Pretrained(nn.Module):
         return model.eval()
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the model so that `from_pretrained`, ours and Hugging Face's, reads it. The directory may exist.
+        """Write the model for `from_pretrained`, this one and Hugging Face's. The directory may exist.
 
-        Of a managed model, rank 0 writes one group after another; all processes that share the model call this.
+        For a managed model, rank 0 writes one group after another; all processes that share the model call this.
         """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,14 +129,14 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield a file's tensors, as copies: the file may be written over while they are in use."""
+    """Yield a file's tensors, as copies: the file may be overwritten while they are in use."""
     with _safetensors().safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - it is no mapping
             yield key, file.get_tensor(key).clone()
 
 
 def _checked(model: Pretrained, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the file's tensors under our names; raise `InvalidInput` where they are not the model's."""
+    """Return the file's tensors under this package's names; raise `InvalidInput` unless they are the model's."""
     files, wanted = model.files, {name: value.shape for name, value in _joined(model, dict(model.state_dict())).items()}
     if not any(name.startswith(files.base) for name in found):
         found = {name if name.startswith(files.heads) else files.base + name: found[name] for name in found}
@@ -167,7 +167,7 @@ def _checked(model: Pretrained, found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write(model: nn.Module, path: Path) -> bool:
-    """Write all weights; True on the process that wrote. All processes that share the model call it."""
+    """Write all weights; return True on the process that wrote. All processes that share the model call this."""
     tiled = any(isinstance(module, TiledLinear) for module in model.modules())
     if not is_managed(model):
         state = dict(model.state_dict())

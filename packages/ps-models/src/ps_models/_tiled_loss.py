@@ -1,14 +1,14 @@
-"""Cross entropy of a head whose matrix is cut into tiles of the vocabulary, each of which comes and goes by itself.
+"""Compute the cross entropy of a head in tiles of the vocabulary, each fetched and evicted by itself.
 
 [Note: the loss in tiles]
-A tile gives, for each token, the logarithm of the sum of its words' powers, and the right word's logit where that is
-one of its words. These few numbers make the loss, by operators that autograd knows. Backward goes from tile to tile:
-its logits are made once more, ``rows`` tokens at a time, then the gradients of tile and hidden states. So neither the
-matrix, nor its gradient, nor all logits ever exist at once; the price is four products where a whole head takes three.
+For each token, a tile gives the logarithm of the sum of its words' powers. It also gives the right word's logit, if it
+has that word. These few numbers make the loss, by operators that autograd knows. Backward goes from tile to tile. It
+computes the tile's logits again, ``rows`` tokens at a time, then the gradients of tile and hidden states. So the whole
+matrix, its gradient, and all logits never exist at once. The price is four products where a whole head takes three.
 
-Gradients of single tokens are made relative to the largest, whose magnitude 16-bit types hold, and what a tile's chunks
-add up to is in fp32, as in [Note: the chunked loss]. Autograd adds the hidden states' gradients of the tiles, each
-rounded: that, and the order of sums, is all that differs from a whole head.
+Gradients of single tokens are made relative to the largest, whose magnitude 16-bit types hold. A tile's chunks are
+summed in fp32, as in [Note: the chunked loss]. Autograd adds the tiles' gradients of the hidden states, each rounded.
+Only that, and the order of sums, differs from a whole head.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ELSEWHERE = -1
 
 
 def tiled_loss(x_nh: Tensor, tables: Sequence[Tensor], labels_n: Tensor, *, ignored: int, rows: int) -> Tensor:
-    """Mean cross entropy in fp32 of logits over the words of all ``tables``, one behind the other."""
+    """Return the mean cross entropy in fp32 of logits over the words of all ``tables``, in order."""
     labels_n = labels_n.long()
     check_labels(labels_n, sum(len(table_vh) for table_vh in tables), ignored)
     counts_n = labels_n != ignored
@@ -45,7 +45,7 @@ def tiled_loss(x_nh: Tensor, tables: Sequence[Tensor], labels_n: Tensor, *, igno
 
 
 def check_labels(labels_n: Tensor, vocabulary: int, ignored: int) -> None:
-    """Torch's error for a label that is no word, which neither a kernel nor any tile would miss."""
+    """Raise PyTorch's error for a label that is no word; neither a kernel nor any tile notices one."""
     if type(labels_n) is not Tensor:
         return  # a fake pass has no values
     wrong_n = (labels_n != ignored) & ((labels_n < 0) | (labels_n >= vocabulary))
@@ -59,7 +59,9 @@ def check_labels(labels_n: Tensor, vocabulary: int, ignored: int) -> None:
 
 
 class _Tile(Function):
-    """See [Note: the loss in tiles]. (Any: what torch hands to and takes from a `Function`.)"""
+    """Compute one tile's part; see [Note: the loss in tiles]. (Any: what PyTorch passes to and takes from a
+    `Function`.)
+    """
 
     @staticmethod
     def forward(ctx: Any, x_nh: Tensor, table_vh: Tensor, labels_n: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -108,7 +110,7 @@ class _Tile(Function):
 
 
 def add_product(total_vh: Tensor | None, errors_rv: Tensor, x_rh: Tensor, *, alone: bool) -> Tensor:
-    """What these tokens add to the gradient of a matrix; in fp32, unless there are no others."""
+    """Return what these tokens add to a matrix's gradient; in fp32, unless there are no others."""
     if total_vh is None:
         product_vh = errors_rv.t() @ x_rh
         return product_vh if alone else product_vh.float()

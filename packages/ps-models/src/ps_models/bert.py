@@ -1,4 +1,4 @@
-"""BERT in one file: post-norm blocks, learned positions and token types, both pre-training heads.
+"""Define BERT in one file: post-norm blocks, learned positions and token types, both pre-training heads.
 
 Tensors have the names, order and layout of Hugging Face's ``BertForPreTraining`` (``BertForMaskedLM`` for a shape
 without next-sentence head). Letters at the end of a tensor's name are its shape, as in `ps_models.gpt`.
@@ -25,7 +25,7 @@ __all__ = ["BERT", "BERTClassifier", "BERTConfig", "BERTOutput"]
 
 @dataclass(frozen=True, kw_only=True)
 class BERTConfig(ModelConfig):
-    """A shape of the bert family, and what it leaves open."""
+    """A shape of the bert family, and the options that it does not decide."""
 
     norm_epsilon: float = 1e-12
 
@@ -36,23 +36,23 @@ class BERTConfig(ModelConfig):
             raise InvalidInput(f"{self.shape.name}: BERT's masked-word head is tied to its token table")
 
     def projection(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
-        """A linear map of a block."""
+        """Return a linear map of a block."""
         return linear(
             Linear, inputs, outputs, bias=bias, init=Initialiser(self.init_std, truncated=True), tiles=self.tiles
         )
 
     def head(self, inputs: int, outputs: int) -> Linear:
-        """A linear map of a head."""
+        """Return a linear map of a head."""
         return Linear(inputs, outputs, bias=True, init=Initialiser(self.init_std, truncated=True))
 
     def norm(self) -> nn.LayerNorm:
-        """A norm over hidden states."""
+        """Return a norm over hidden states."""
         return nn.LayerNorm(self.shape.hidden, eps=self.norm_epsilon)
 
 
 @dataclass(frozen=True)
 class BERTOutput:
-    """What a forward pass gives."""
+    """The output of a forward pass."""
 
     loss: Tensor | None = None
     """Of the masked words, of the next sentence, or their sum, in fp32; None without labels."""
@@ -63,13 +63,13 @@ class BERTOutput:
 
     @property
     def logits(self) -> Tensor | None:
-        """Those of the words."""
+        """Return the logits of the words."""
         return self.prediction_logits
 
 
 @dataclass(frozen=True)
 class ClassifierOutput:
-    """What a classifier gives."""
+    """The output of a classifier."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -77,7 +77,7 @@ class ClassifierOutput:
 
 
 class Embeddings(nn.Module):
-    """Words, positions and token types, summed and normalised."""
+    """Sum words, positions and token types, and normalise the sum."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, input_ids_bl: Tensor, token_types_bl: Tensor | None) -> Tensor:
-        """Token numbers bl to blh."""
+        """Map token numbers bl to blh."""
         positions_l = positions(input_ids_bl.shape[1], self.shape.positions, input_ids_bl)
         x_blh = self.word_embeddings(input_ids_bl) + self.position_embeddings(positions_l)
         if self.shape.token_types:
@@ -113,7 +113,7 @@ class SelfAttention(nn.Module):
         self.value = config.projection(hidden, hidden, bias=bias)
 
     def forward(self, x_blh: Tensor, visible_b11l: Tensor | None) -> Tensor:
-        """Shape blh to blh."""
+        """Map shape blh to blh."""
         batch, length, hidden = x_blh.shape
         q_bald, k_bald, v_bald = (
             projection(x_blh).view(batch, length, self.heads, hidden // self.heads).transpose(1, 2)
@@ -126,7 +126,7 @@ class SelfAttention(nn.Module):
 
 
 class Added(nn.Module):
-    """A projection, added to the residual stream and normalised."""
+    """Project, add to the residual stream, and normalise."""
 
     def __init__(self, config: BERTConfig, inputs: int, *, bias: bool) -> None:
         super().__init__()
@@ -135,13 +135,13 @@ class Added(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, y: Tensor, x_blh: Tensor) -> Tensor:
-        """What is added, and what to."""
+        """Add the projection of ``y`` to ``x_blh``, and normalise."""
         out: Tensor = self.LayerNorm(self.dropout(self.dense(y)) + x_blh)
         return out
 
 
 class Attention(nn.Module):
-    """Attention and what adds it."""
+    """Attention, its output projection and the residual sum."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Attention(nn.Module):
         self.output = Added(config, config.shape.hidden, bias=config.shape.out_bias)
 
     def forward(self, x_blh: Tensor, visible_b11l: Tensor | None) -> Tensor:
-        """Shape blh to blh."""
+        """Map shape blh to blh."""
         out: Tensor = self.output(self.self(x_blh, visible_b11l), x_blh)
         return out
 
@@ -162,7 +162,7 @@ class Intermediate(nn.Module):
         self.dense = config.projection(config.shape.hidden, config.shape.ffn, bias=config.shape.mlp_bias)
 
     def forward(self, x_blh: Tensor) -> Tensor:
-        """Shape blh to (b, l, MLP width)."""
+        """Map shape blh to (b, l, MLP width)."""
         return functional.gelu(self.dense(x_blh))
 
 
@@ -176,13 +176,13 @@ class Block(nn.Module):
         self.output = Added(config, config.shape.ffn, bias=config.shape.mlp_bias)
 
     def forward(self, x_blh: Tensor, visible_b11l: Tensor | None) -> tuple[Tensor, None]:
-        """Shape blh to blh."""
+        """Map shape blh to blh."""
         x_blh = self.attention(x_blh, visible_b11l)
         return self.output(self.intermediate(x_blh), x_blh), None
 
 
 class Encoder(nn.Module):
-    """The blocks."""
+    """All blocks."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -190,14 +190,14 @@ class Encoder(nn.Module):
 
 
 class Pooler(nn.Module):
-    """What stands for the whole sequence: its first token, projected."""
+    """Represent the whole sequence by its first token, projected."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
         self.dense = config.head(config.shape.hidden, config.shape.hidden)
 
     def forward(self, x_blh: Tensor) -> Tensor:
-        """Shape blh to bh."""
+        """Map shape blh to bh."""
         return torch.tanh(self.dense(x_blh[:, 0]))
 
 
@@ -214,14 +214,14 @@ class Bare(nn.Module):
     def forward(
         self, input_ids_bl: Tensor, attention_mask_bl: Tensor | None, token_types_bl: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Token numbers bl to blh, and the pooled bh if there is a pooler."""
+        """Map token numbers bl to blh, and to the pooled bh if there is a pooler."""
         x_blh = self.embeddings(input_ids_bl, token_types_bl)
         x_blh, _ = run_blocks(self.encoder.layer, self.config, x_blh, visible(attention_mask_bl, causal=False))
         return x_blh, None if self.pooler is None else self.pooler(x_blh)
 
 
 class Transform(nn.Module):
-    """What the masked-word head does before its matrix."""
+    """Transform hidden states before the masked-word head's matrix."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Transform(nn.Module):
         self.LayerNorm = config.norm()
 
     def forward(self, x_blh: Tensor) -> Tensor:
-        """Shape blh to blh."""
+        """Map shape blh to blh."""
         out: Tensor = self.LayerNorm(functional.gelu(self.dense(x_blh)))
         return out
 
@@ -244,12 +244,12 @@ class Predictions(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """No word is likelier."""
+        """Set the bias to zeros: all words are equally likely."""
         nn.init.zeros_(self.bias)
 
 
 class Heads(nn.Module):
-    """Both heads of pre-training, or the first alone."""
+    """Both heads of pre-training, or the masked-word head alone."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
@@ -279,10 +279,10 @@ class BERT(Pretrained):
         *,
         return_logits: bool = False,
     ) -> BERTOutput:
-        """Logits of words and of the next sentence; with ``labels`` and ``next_sentence_label`` the sum of the losses.
+        """Return logits of words and of the next sentence; with both labels, the sum of the losses.
 
-        Labels are the right words where one was masked, and -100 elsewhere. With them the words' logits are made a
-        chunk at a time and not returned, unless ``return_logits`` or the config's ``loss_chunk_tokens`` say otherwise.
+        Labels are the right words where one was masked, and -100 elsewhere. With labels the words' logits are made a
+        chunk at a time and not returned. ``return_logits`` or the config's ``loss_chunk_tokens`` may change that.
         """
         x_blh, pooled_bh = self.bert(input_ids, attention_mask, token_type_ids)
         head, table_vh = self.cls.predictions, self.bert.embeddings.word_embeddings.weight
@@ -326,7 +326,7 @@ class BERTClassifier(Pretrained):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> ClassifierOutput:
-        """Logits of shape (batch, classes); with the numbers of the right classes as labels also the loss."""
+        """Return logits of shape (batch, classes); with the right classes as labels also the loss."""
         _, pooled_bh = self.bert(input_ids, attention_mask, token_type_ids)
         logits = self.classifier(self.dropout(pooled_bh))
         if labels is None:

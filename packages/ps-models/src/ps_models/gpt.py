@@ -1,8 +1,8 @@
-"""GPT in one file: pre-norm blocks, learned positions, fused attention, head tied to the token table.
+"""Define GPT in one file: pre-norm blocks, learned positions, fused attention, a head tied to the token table.
 
-Tensors have the names, order and layout of Hugging Face's ``GPT2LMHeadModel``, so its weights load unchanged.
-Letters at the end of a tensor's name are its shape: b batch, l sequence, h hidden, a heads, d head width,
-v vocabulary, n = b x l.
+Tensors have the names, order and layout of Hugging Face's ``GPT2LMHeadModel``, so its weights load unchanged. Letters
+at the end of a tensor's name are its shape: b batch, l sequence, h hidden, v vocabulary. Of attention, a is the heads
+and d a head's width. The letter n is b x l.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["GPT", "GPTClassifier", "GPTConfig", "GPTOutput"]
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(DecoderConfig):
-    """A shape of the gpt2 family, and what it leaves open."""
+    """A shape of the gpt2 family, and the options that it does not decide."""
 
     norm_epsilon: float = 1e-5
     position_std: float = 0.01
@@ -53,17 +53,17 @@ class GPTConfig(DecoderConfig):
 
     @property
     def residual_std(self) -> float:
-        """Of the projections that add to the residual stream, twice a block: its growth with depth is taken out."""
+        """Return the deviation for projections that add to the residual stream, corrected for its growth with depth."""
         return self.init_std / math.sqrt(2 * self.shape.layers)
 
     def projection(self, inputs: int, outputs: int, *, bias: bool, std: float) -> nn.Module:
-        """A linear map of a block."""
+        """Return a linear map of a block."""
         return linear(Projection, inputs, outputs, bias=bias, init=Initialiser(std), tiles=self.tiles)
 
 
 @dataclass(frozen=True)
 class GPTOutput:
-    """What a forward pass gives."""
+    """The output of a forward pass."""
 
     loss: Tensor | None = None
     """Mean negative log-likelihood of the next token, in fp32; None without labels."""
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self.c_proj = config.projection(shape.hidden, shape.hidden, bias=shape.out_bias, std=config.residual_std)
 
     def forward(self, x_blh: Tensor, visible_b1ll: Tensor | None) -> Tensor:
-        """Shape blh to blh."""
+        """Map shape blh to blh."""
         batch, length, hidden = x_blh.shape
         q_blh, k_blh, v_blh = self.c_attn(x_blh).split(hidden, dim=2)
         q_bald, k_bald, v_bald = (
@@ -110,7 +110,7 @@ class MLP(nn.Module):
         self.c_proj = config.projection(shape.ffn, shape.hidden, bias=shape.mlp_bias, std=config.residual_std)
 
     def forward(self, x_h: Tensor) -> Tensor:
-        """(..., h) to (..., h)."""
+        """Map shape (..., h) to (..., h)."""
         out: Tensor = self.c_proj(functional.gelu(self.c_fc(x_h), approximate="tanh"))
         return out
 
@@ -127,7 +127,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x_blh: Tensor, visible_b1ll: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Shape blh to blh, and the balance of experts."""
+        """Map shape blh to blh, and the balance of experts."""
         x_blh = x_blh + self.drop(self.attn(self.ln_1(x_blh), visible_b1ll))
         added, balance = with_balance(self.mlp(self.ln_2(x_blh)))
         return x_blh + self.drop(added), balance
@@ -146,7 +146,7 @@ class Transformer(nn.Module):
         self.ln_f = nn.LayerNorm(shape.hidden, eps=config.norm_epsilon)
 
     def forward(self, input_ids_bl: Tensor, attention_mask_bl: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Token numbers bl to blh, and the balance of experts."""
+        """Map token numbers bl to blh, and return the balance of experts."""
         positions_l = positions(input_ids_bl.shape[1], self.config.shape.positions, input_ids_bl)
         x_blh = self.drop(self.wte(input_ids_bl) + self.wpe(positions_l))
         x_blh, balance = run_blocks(self.h, self.config, x_blh, visible(attention_mask_bl, causal=True))
@@ -154,7 +154,7 @@ class Transformer(nn.Module):
 
 
 class GPT(Pretrained):
-    """The language model. ``transformer.wte`` is also its head where the shape ties them."""
+    """The language model. ``transformer.wte`` is also its head if the shape ties them."""
 
     files, config_type = GPT2_FILES, GPTConfig
 
@@ -174,11 +174,11 @@ class GPT(Pretrained):
         return_logits: bool = False,
         logits_to_keep: int = 0,
     ) -> GPTOutput:
-        """Without labels: logits of the token after each one. With labels, usually the input itself: the loss.
+        """Return logits of the token after each one; with labels, usually the input itself, the loss.
 
-        Labels are shifted here: the logits at a token are held against the label of the next. Those of -100 do not
+        Labels are shifted here: the logits at a token are compared with the label of the next. Labels of -100 do not
         count. ``attention_mask`` is 0 where a token is padding. With labels, logits are made a chunk at a time and not
-        returned, unless ``return_logits`` or the config's ``loss_chunk_tokens`` say otherwise. Without labels
+        returned. ``return_logits`` or the config's ``loss_chunk_tokens`` may change that. Without labels
         ``logits_to_keep=1`` makes those of the last token only; 0 those of all.
         """
         x_blh, balance = self.transformer(input_ids, attention_mask)
@@ -213,7 +213,7 @@ class GPTClassifier(Pretrained):
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> GPTOutput:
-        """Logits of shape (batch, classes); with the numbers of the right classes as labels also the loss."""
+        """Return logits of shape (batch, classes); with the right classes as labels also the loss."""
         x_blh, balance = self.transformer(input_ids, attention_mask)
         length = input_ids.shape[1]
         if attention_mask is None:

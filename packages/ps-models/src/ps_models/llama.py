@@ -1,8 +1,8 @@
-"""Llama in one file: pre-norm blocks with RMS norms, rotary positions, a gated MLP, keys shared by several queries.
+"""Define Llama in one file: pre-norm blocks, RMS norms, rotary positions, a gated MLP, shared keys.
 
-Tensors have the names, order and layout of Hugging Face's ``LlamaForCausalLM``; by its shape's family the same file
-also makes Mistral's, Qwen2's and Qwen3's. Letters at the end of a tensor's name are its shape, as in `ps_models.gpt`;
-g are the heads of keys.
+Tensors have the names, order and layout of Hugging Face's ``LlamaForCausalLM``. By its shape's family the same file
+also makes Mistral's, Qwen2's and Qwen3's. Letters at the end of a tensor's name are its shape, as in `ps_models.gpt`; g
+are the heads of keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Llama", "LlamaConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """A shape of the llama, mistral, qwen2 or qwen3 family, and what it leaves open."""
+    """A shape of the llama, mistral, qwen2 or qwen3 family, and the options that it does not decide."""
 
     norm_epsilon: float = 1e-5
     rope_theta: float = 500_000.0
@@ -39,16 +39,16 @@ class LlamaConfig(DecoderConfig):
         self.need_family("Llama", Family.LLAMA, Family.MISTRAL, Family.QWEN2, Family.QWEN3)
 
     def projection(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
-        """A linear map of a block."""
+        """Return a linear map of a block."""
         return linear(Linear, inputs, outputs, bias=bias, init=Initialiser(self.init_std), tiles=self.tiles)
 
     def norm(self, width: int | None = None) -> nn.RMSNorm:
-        """A norm over hidden states, or over that width."""
+        """Return a norm over hidden states, or over ``width``."""
         return nn.RMSNorm(width or self.shape.hidden, eps=self.norm_epsilon)
 
 
 def rotation(length: int, config: LlamaConfig, like: Tensor) -> Tensor:
-    """Cosines and sines, shape (2, l, d), that turn queries and keys by their positions."""
+    """Return cosines and sines, shape (2, l, d), that rotate queries and keys by their positions."""
     width = config.shape.head_dim
     positions_l = positions(length, config.shape.positions, like).float()
     exponents = torch.arange(0, width, 2, device=like.device).float() / width
@@ -57,7 +57,7 @@ def rotation(length: int, config: LlamaConfig, like: Tensor) -> Tensor:
 
 
 def rotated(x_bald: Tensor, rotation_2ld: Tensor) -> Tensor:
-    """Each pair of a head's halves turned by its position's angle."""
+    """Rotate each pair of a head's halves by its position's angle."""
     cosine_ld, sine_ld = rotation_2ld.unbind()
     first, second = x_bald.chunk(2, dim=-1)
     return x_bald * cosine_ld + torch.cat([-second, first], dim=-1) * sine_ld
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         self.k_norm = config.norm(shape.head_dim) if shape.qk_norm else nn.Identity()
 
     def forward(self, x_blh: Tensor, rotation_2ld: Tensor, visible_b1ll: Tensor | None) -> Tensor:
-        """Shape blh to blh."""
+        """Map shape blh to blh."""
         batch, length, _ = x_blh.shape
         width = (batch, length, -1, self.shape.head_dim)
         q_bald = self.q_norm(self.q_proj(x_blh).view(width)).transpose(1, 2)
@@ -108,7 +108,7 @@ class MLP(nn.Module):
         self.down_proj = config.projection(shape.ffn, shape.hidden, bias=shape.mlp_bias)
 
     def forward(self, x_h: Tensor) -> Tensor:
-        """(..., h) to (..., h)."""
+        """Map shape (..., h) to (..., h)."""
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(x_h)) * self.up_proj(x_h))
         return out
 
@@ -125,7 +125,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x_blh: Tensor, rotation_2ld: Tensor, visible_b1ll: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Shape blh to blh, and the balance of experts."""
+        """Map shape blh to blh, and the balance of experts."""
         x_blh = x_blh + self.drop(self.self_attn(self.input_layernorm(x_blh), rotation_2ld, visible_b1ll))
         added, balance = with_balance(self.mlp(self.post_attention_layernorm(x_blh)))
         return x_blh + self.drop(added), balance
@@ -143,7 +143,7 @@ class Bare(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, input_ids_bl: Tensor, attention_mask_bl: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Token numbers bl to blh, and the balance of experts."""
+        """Map token numbers bl to blh, and return the balance of experts."""
         x_blh = self.drop(self.embed_tokens(input_ids_bl))
         rotation_2ld = rotation(input_ids_bl.shape[1], self.config, x_blh)
         seen = visible(attention_mask_bl, causal=True)
@@ -152,7 +152,7 @@ class Bare(nn.Module):
 
 
 class Llama(Pretrained):
-    """The language model. ``model.embed_tokens`` is also its head where the shape ties them."""
+    """The language model. ``model.embed_tokens`` is also its head if the shape ties them."""
 
     files, config_type = LLAMA_FILES, LlamaConfig
 
@@ -172,7 +172,7 @@ class Llama(Pretrained):
         return_logits: bool = False,
         logits_to_keep: int = 0,
     ) -> GPTOutput:
-        """As `GPT.forward`."""
+        """Do as `GPT.forward` does."""
         x_blh, balance = self.model(input_ids, attention_mask)
         tables = words(self.lm_head, self.model.embed_tokens)
         if labels is None:

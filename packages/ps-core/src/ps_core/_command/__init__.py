@@ -1,1 +1,1 @@
-"""What the command ``pstar`` says, before it is printed."""
+"""Prepare what the command ``pstar`` prints."""

@@ -1,4 +1,4 @@
-"""What to try: remedies for what does not fit, and remarks on what does."""
+"""Suggest changes: to make a model fit, or to make one that fits faster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NODE = 8
 
 
 def advice(subject: Subject, found: Forecast) -> tuple[str, ...]:
-    """What its owner should know of a plan that fits, and what would make it faster, by simulation."""
+    """Return notes on a plan that fits, and changes that would make it faster, by simulation."""
     told = found.prediction
     said = []
     idle = told.stalled_s / told.step_time_s if told.step_time_s else 0.0
@@ -64,7 +64,7 @@ def advice(subject: Subject, found: Forecast) -> tuple[str, ...]:
 
 
 def _faster(subject: Subject, found: Forecast) -> Iterator[str]:
-    """The changes that gain most, each planned and simulated at a first look."""
+    """Yield the changes that gain most, each planned and simulated roughly."""
     if not found.tokens_per_s:
         return
     speeds = []
@@ -78,7 +78,7 @@ def _faster(subject: Subject, found: Forecast) -> Iterator[str]:
 
 
 def _levers(subject: Subject, found: Forecast) -> Iterator[tuple[str, Training]]:
-    """What could be changed in a training that fits, without other hardware."""
+    """Yield changes of a training that fits, without other hardware."""
     training = replace(found.training, offload_checkpoints=found.offloads)
     yield f"--accumulate {4 * training.accumulate}", replace(training, accumulate=4 * training.accumulate)
     if isinstance(subject, Trace):
@@ -93,7 +93,7 @@ def _levers(subject: Subject, found: Forecast) -> Iterator[tuple[str, Training]]
 
 
 def remedies(subject: Subject, training: Training, most: int = 3) -> tuple[str, ...]:
-    """Changes after which there is a plan, by the planner's promise, the mildest first."""
+    """Return changes after which a plan surely exists, the least intrusive first."""
     said = []
     for label, changed in islice(_changes(subject, training), most):
         need = max(bounds(subject, changed), key=lambda need: need.needed_bytes / need.available_bytes)
@@ -106,7 +106,7 @@ def remedies(subject: Subject, training: Training, most: int = 3) -> tuple[str, 
 
 
 def _changes(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
-    """At most one change of each sort that fits, so that remedies are of different sorts."""
+    """Yield at most one change of each sort that fits, so that the suggestions differ in kind."""
     for sort in (_options, _apart, _batches, _memories, _clusters):
         for label, changed in sort(subject, training):
             if surely_fits(subject, changed):
@@ -134,7 +134,10 @@ def _options(subject: Subject, training: Training) -> Iterator[tuple[str, Traini
 
 
 def _apart(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
-    """Where no matrix of a block is as large as the token table or the head: not all of these on the accelerator."""
+    """Yield ways to keep parts of the token table or the head off the accelerator.
+
+    They help only where no matrix of a block is as large.
+    """
     if isinstance(subject, Trace) or subject.family is Family.BERT or not training.cluster.device_memory:
         return
     model = model_of(subject, training)

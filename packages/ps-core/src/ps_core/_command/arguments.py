@@ -1,4 +1,4 @@
-"""The command line: every option of ``pstar``."""
+"""Define the command line: every option of ``pstar``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from ps_core._errors import InvalidInput
 from ps_core._name_suggestions import did_you_mean
-from ps_core._planner.policy import Policy
+from ps_core._planner.eviction_policy import Policy
 from ps_core._program import STATES, Precision
 from ps_core._simulate.cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RESERVE_PER_RANK_BYTES
 from ps_core._units import parse_bytes
@@ -18,10 +18,10 @@ _LEAST_BYTES = 4096
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Report what is wrong in one line."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As the base class, which leaves what it does not know to the command above; that knows other options."""
+        """Parse as the base class does, which leaves unknown options to the command's parser."""
         found, extra = super().parse_known_args(args, namespace)
         if extra:
             near = did_you_mean(extra[0].partition("=")[0], self._option_string_actions, "")
@@ -34,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line; docs/command.md is checked against it."""
+    """Return the whole command line; docs/command.md is checked against it."""
     parser = _Parser(prog="pstar", description="Plan training beyond the accelerator's memory.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"pstar {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)

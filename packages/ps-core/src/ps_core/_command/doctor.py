@@ -1,4 +1,4 @@
-"""What this computer has: packages, memory, disk, accelerators. Looks, changes nothing, and never fails."""
+"""Report what this computer has: packages, memory, disk, accelerators. Nothing is changed, and nothing raises."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _PROBES = {
     "ps_dist": "import ps_dist as d; print(d.__version__, 'for CUDA by', ' or '.join(d.transports()))",
     "ps_models": "import ps_models; print(ps_models.__version__)",
 }
-"""What is asked of each package, in a process of its own: one that crashes on import cannot take this one along."""
+"""The code that asks each package, in a process of its own: a package may crash when it is imported."""
 
 Runner = Callable[[Sequence[str]], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One GPU the driver reports."""
+    """One GPU that the driver reports."""
 
     name: str
     memory_bytes: int
 
 
 def run(command: Sequence[str]) -> str:
-    """What a command prints; OSError or `subprocess.SubprocessError` if it cannot."""
+    """Return what a command prints; raise OSError or `subprocess.SubprocessError` if it fails."""
     limit_s = _WARM_TIMEOUT_S if _WARM in command or _CALIBRATE in command else _TIMEOUT_S
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, errors="replace")
     if done.returncode:
@@ -53,7 +53,7 @@ def run(command: Sequence[str]) -> str:
 
 
 def examine(root: Path = Path("/"), runner: Runner = run) -> dict[str, str]:
-    """One line about each thing that matters here. ``root`` and ``runner`` let tests describe another computer."""
+    """Return one line for each property. ``root`` and ``runner`` let tests describe another computer."""
     found = {
         "pstar": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
@@ -74,7 +74,7 @@ def examine(root: Path = Path("/"), runner: Runner = run) -> dict[str, str]:
 
 
 def warm(runner: Runner = run) -> tuple[str, ...]:
-    """Compile every kernel now; a line for each, and where they are kept, or one line that says why there are none."""
+    """Compile every kernel now; return a line for each and for their folder, or the reason why there are none."""
     if importlib.util.find_spec("ps_kernels") is None:
         return ("nothing to compile: ps_kernels is not installed",)
     try:
@@ -84,7 +84,7 @@ def warm(runner: Runner = run) -> tuple[str, ...]:
 
 
 def calibrate(runner: Runner = run) -> str:
-    """A machine file of this computer, measured in a process of its own."""
+    """Return a machine file of this computer, measured in a process of its own."""
     for library in ("torch", "ps_kernels"):
         if importlib.util.find_spec(library) is None:
             raise InvalidInput(f"--calibrate: {library} is not installed: {how_to_install(library)}")
@@ -104,7 +104,7 @@ def _package(name: str, runner: Runner) -> str:
 
 
 def accelerators(runner: Runner = run) -> tuple[Accelerator, ...]:
-    """GPUs the driver's own tool reports; none if there is no such tool."""
+    """Return the GPUs that the driver's own tool reports; none if there is no such tool."""
     try:
         text = runner(("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"))
     except (OSError, subprocess.SubprocessError):
@@ -118,7 +118,7 @@ def accelerators(runner: Runner = run) -> tuple[Accelerator, ...]:
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int, int]:
-    """Bytes of memory there are, are available, and may be used by this process (0: unknown, no limit)."""
+    """Return three numbers of bytes: all memory, available memory, and this process's limit (0: unknown, no limit)."""
     rows = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
     memory, available = (_kibibytes(rows.get(key, "")) for key in ("MemTotal", "MemAvailable"))
     if not memory and root == Path("/") and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

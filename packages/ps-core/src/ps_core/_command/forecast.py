@@ -1,9 +1,10 @@
-"""From a model and a machine to what training it there would be like.
+"""Predict what training a model on a machine would be like.
 
 [Note: two ways of counting TFLOPS]
-The published figures this field compares count 8 operations per parameter and token: 2 forward, 4 backward, 2 for the
-forward that activation checkpointing repeats, and nothing for attention or for the head's width. *Model FLOPs* count
-what the mathematics needs: three times the forward moments' operations, attention included, repetition excluded.
+The usual published figures count 8 operations per parameter and token. Those are 2 in forward, 4 in backward, and 2 for
+the forward that activation checkpointing repeats. Attention and the head's width count nothing. By contrast, *model
+FLOPs* count what the mathematics needs: three times the forward moments' operations. Attention is included, repetition
+is not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._layout import lay_out
 from ps_core._plan import Tier
 from ps_core._planner.bounds import ALL_TIERS, Need, largest_extent_bytes, lower_bounds
-from ps_core._planner.policy import Policy
+from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.search import Planned, Search, Setup
 from ps_core._program import Precision, Program
 from ps_core._simulate.clock import Prediction
@@ -36,7 +37,7 @@ _STALLED = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model is to be trained, and on what."""
+    """Describe how a model is to be trained, and on what machine."""
 
     cluster: Cluster
     machine: Machine
@@ -74,22 +75,24 @@ class Training:
 
     @property
     def keeps_table_apart(self) -> bool:
-        """Whether ``cpu_embedding`` changes anything: where processes share a model, or the CPU computes, the table is
-        a parameter like others."""
+        """Return True if ``cpu_embedding`` has an effect: one process, and an accelerator.
+
+        Otherwise the table is a parameter like others.
+        """
         return self.cpu_embedding and self.cluster.gpus == 1 and self.cluster.device_memory > 0
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of one computed weight."""
+        """Return the bytes of one computed weight."""
         return 4 if self.precision is Precision.FP32 else 2
 
     @property
     def peak_flops(self) -> float:
-        """The machine's rate for this precision."""
+        """Return the machine's rate for this precision."""
         return self.machine.matmul_flops_fp32 if self.precision is Precision.FP32 else self.machine.matmul_flops
 
     def workload(self, *, offload: bool) -> Workload:
-        """What one process computes in a micro-batch."""
+        """Return the work of one process in a micro-batch."""
         return Workload(
             batch=self.batch,
             seq=self.seq,
@@ -102,7 +105,7 @@ class Training:
         )
 
     def setup(self) -> Setup:
-        """The same for the planner."""
+        """Return the setup of the training for the planner."""
         return Setup(
             ranks=self.cluster.gpus,
             ranks_per_node=self.cluster.ranks_per_node,
@@ -119,7 +122,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A verified plan, and the speed it promises."""
+    """A verified plan, and the speed that it predicts."""
 
     training: Training
     trace: Trace
@@ -131,43 +134,43 @@ class Forecast:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """The plan's, and what the table adds."""
+        """Return the plan's prediction, with the time and bytes of the table added."""
         told = self.planned.prediction
         return told if self.table is None else self.table.added_to(told, self.training.machine)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """What there is, the table's part included."""
+        """Return the tiers, the table's part included."""
         return self.training.cluster.tiers()
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Return the number of parameters of the whole model."""
         return self.trace.parameters + (self.table.numel if self.table is not None else 0)
 
     @property
     def step_time_s(self) -> float:
-        """Of one optimizer step, all micro-batches included, as the engine runs the plan."""
+        """Return the seconds of one optimizer step, all micro-batches included, as the engine runs the plan."""
         return self.prediction.step_time_s
 
     @property
     def tokens_per_s(self) -> float:
-        """All processes together."""
+        """Return the tokens a second of all processes together."""
         return self._per_s(self.trace.tokens) * self.training.cluster.gpus
 
     @property
     def bound_tokens_per_s(self) -> float:
-        """The same if segments overlapped as the plan allows."""
+        """Return the tokens a second if segments overlapped as the plan allows."""
         return self.tokens_per_s * self.step_time_s / (self.prediction.bound_step_time_s or 1.0)
 
     @property
     def tflops_per_gpu(self) -> float:
-        """By the published convention; see [Note: two ways of counting TFLOPS]."""
+        """Return TFLOPS by the published convention; see [Note: two ways of counting TFLOPS]."""
         return self._per_s(8 * self.parameters * self.trace.tokens) / 1e12
 
     @property
     def model_tflops_per_gpu(self) -> float:
-        """What the mathematics needs; see [Note: two ways of counting TFLOPS]."""
+        """Return TFLOPS of the mathematics; see [Note: two ways of counting TFLOPS]."""
         forward = sum(moment.flops for moment in self.trace.moments if moment.phase is Phase.FORWARD)
         return self._per_s(3 * forward) / 1e12
 
@@ -180,7 +183,7 @@ Subject: TypeAlias = TransformerShape | Trace
 
 
 def forecast(subject: Subject, training: Training) -> Forecast:
-    """Plan the training of a model; `DoesNotFit` if there is no plan."""
+    """Plan the training of a model; raise `DoesNotFit` if there is no plan."""
     asked = training.offload_checkpoints
     if isinstance(subject, Trace) or asked is not None or not _may_offload(training):
         way = Way(subject, training, offload=bool(asked))
@@ -194,7 +197,7 @@ def forecast(subject: Subject, training: Training) -> Forecast:
 
 
 def _tight(ways: tuple[Way, ...]) -> list[Forecast]:
-    """Plans for tight memory; the last way's `DoesNotFit` if there is none."""
+    """Return plans for tight memory; raise the last way's `DoesNotFit` if there are none."""
     found, last = [], ways[-1]
     for way in ways:
         try:
@@ -206,20 +209,20 @@ def _tight(ways: tuple[Way, ...]) -> list[Forecast]:
 
 
 class Way:
-    """One way to train a model: with checkpoints that may leave the compute tier, or not."""
+    """Plan one way to train a model: with or without checkpoints that may leave the compute tier."""
 
     def __init__(self, subject: Subject, training: Training, *, offload: bool, slowest_s: float = float("inf")) -> None:
-        """``slowest_s``: a slower step raises `TooSlow`, as soon as that is known."""
+        """Begin; ``slowest_s``: raise `TooSlow` as soon as a step is known to be slower."""
         self._training, self._slowest_s = training, slowest_s
         self._trace, self._table = trace_of(subject, training, offload=offload), table_of(subject, training)
 
     def roomy(self) -> Forecast | None:
-        """The best plan whose moves overlap; None: memory is too short for one."""
+        """Return the best plan whose moves overlap; None: memory is too small for one."""
         planned = None if self._lacks_table else self._search.roomy()
         return None if planned is None else self._forecast(planned)
 
     def tokens_per_s(self) -> float | None:
-        """The speed of all processes, at a first look; None: memory is too short for a plan whose moves overlap."""
+        """Return the speed of all processes, roughly; None: memory is too small for a plan whose moves overlap."""
         step_s = None if self._lacks_table else self._search.glance_s()
         if step_s is None:
             return None
@@ -228,7 +231,7 @@ class Way:
         return self._trace.tokens * training.accumulate * training.cluster.gpus / (step_s + waited_s)
 
     def tight(self) -> Forecast:
-        """The plan for tight memory; `DoesNotFit` if there is none."""
+        """Return the plan for tight memory; raise `DoesNotFit` if there is none."""
         table, tiers = self._table, self._training.cluster.tiers()
         if table is not None:
             _need_of(table, tiers).check()
@@ -262,7 +265,7 @@ class Way:
 
 
 def bounds(subject: Subject, training: Training) -> tuple[Need, ...]:
-    """What any plan with small groups needs at the least, and what a table on the host does."""
+    """Return the least bytes that any plan with small groups needs, with those of a table on the host."""
     table, tiers = table_of(subject, training), training.cluster.tiers()
     if table is None:
         return lower_bounds(_bound_program(subject, training), tiers)
@@ -275,7 +278,7 @@ def bounds(subject: Subject, training: Training) -> tuple[Need, ...]:
 
 
 def surely_fits(subject: Subject, training: Training) -> bool | None:
-    """Whether there is a plan, by the planner's promise; None: too near the bound to say without planning."""
+    """Return True if a plan surely exists, False if none can; None: only planning can tell."""
     compute, *others = bounds(subject, training)
     if max(need.missing_bytes for need in (compute, *others)) > 0:
         return False
@@ -287,7 +290,7 @@ def surely_fits(subject: Subject, training: Training) -> bool | None:
 
 
 def model_of(subject: Subject, training: Training) -> Subject:
-    """The subject with the head that was asked for."""
+    """Return the subject with the requested head."""
     apart = training.untied_head, training.cpu_embedding, training.head_tiles > 1
     if isinstance(subject, Trace):
         if any(apart):
@@ -302,7 +305,7 @@ def model_of(subject: Subject, training: Training) -> Subject:
 
 
 def table_of(subject: Subject, training: Training) -> HostTable | None:
-    """The token table, where it stays in the host's memory."""
+    """Return the token table if it stays in host memory; else None."""
     if isinstance(subject, Trace) or not training.keeps_table_apart:
         return None
     return HostTable(
@@ -316,7 +319,7 @@ def table_of(subject: Subject, training: Training) -> HostTable | None:
 
 
 def trace_of(subject: Subject, training: Training, *, offload: bool) -> Trace:
-    """The moments of one micro-batch."""
+    """Return the moments of one micro-batch."""
     subject = model_of(subject, training)
     if isinstance(subject, Trace):
         return subject
@@ -326,7 +329,7 @@ def trace_of(subject: Subject, training: Training, *, offload: bool) -> Trace:
 
 
 def computing_s(subject: Subject, training: Training) -> float:
-    """Seconds of a step's computing alone, on one GPU."""
+    """Return the seconds of a step's computing alone, on one GPU."""
     fp32 = training.precision is Precision.FP32
     trace = trace_of(subject, training, offload=False)
     return training.accumulate * sum(training.machine.computing_s(moment, fp32=fp32) for moment in trace.moments)
@@ -351,7 +354,7 @@ def _bound_program(subject: Subject, training: Training) -> Program:
 
 
 def _typical_numel(trace: Trace) -> int:
-    """The size of tensor that half of the parameters are not above."""
+    """Return the size of a typical tensor: half of all parameters are in tensors that are no larger."""
     left, sizes = trace.parameters / 2, sorted(tensor.numel for tensor in trace.tensors)
     for size in sizes:
         left -= size

@@ -1,9 +1,8 @@
-"""The largest model a machine can train at a useful speed.
+"""Find the largest model that a machine can train at a useful speed.
 
-Shapes are GPT-like: layers varied at some hidden sizes, and the named sizes. For each hidden size the cheap lower
-bound says how many layers cannot fit; below that, real plans are made, and the answer is one that `verify` accepted.
-The loss is computed in chunks of rows, as ps_models does, unless told otherwise; checkpoints are offloaded where that
-helps.
+Shapes are GPT-like: layers varied at some hidden sizes, and the named sizes. For each hidden size the cheap lower bound
+says how many layers cannot fit. Below that, real plans are made, and the answer is one that `verify` accepted. The loss
+is computed in chunks of rows, as ps_models does, unless told otherwise. Checkpoints are offloaded where that helps.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _GAIN = 1.02
 
 @dataclass(frozen=True, kw_only=True)
 class Largest:
-    """The answer: a shape, and what training it would be like."""
+    """The largest shape, and what training it would be like."""
 
     shape: TransformerShape
     forecast: Forecast
@@ -51,9 +50,10 @@ def largest(
     vocabulary: int | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Largest | None:
-    """The most parameters for which a verified plan keeps each GPU at ``min_tflops`` (None: half its matmul rate).
+    """Return the largest model for which a verified plan keeps each GPU at ``min_tflops`` (None: half its matmul rate).
 
-    None if not even the smallest model does; `TooFast` if no computer of this rate could. ``tell`` hears what is tried.
+    Return None if not even the smallest model reaches that; raise `TooFast` if no computer of this rate could. ``tell``
+    is called with what is tried.
     """
     least = training.peak_flops / 2e12 if min_tflops is None else min_tflops
     if not 0 <= least < math.inf:
@@ -62,7 +62,7 @@ def largest(
 
 
 class TooFast(Exception):
-    """No model reaches so many TFLOPS, even if nothing ever moved."""
+    """Say that no model reaches so many TFLOPS, even if nothing ever moved."""
 
     def __init__(self, least: float, most: float) -> None:
         super().__init__(
@@ -72,7 +72,7 @@ class TooFast(Exception):
 
 
 class _Hunt:
-    """Keeps the largest shape found so far, and the smallest above it that failed."""
+    """Remember the largest shape found so far, and the smallest one above it that failed."""
 
     def __init__(self, training: Training, least: float, vocabulary: int | None, tell: Callable[[str], None]) -> None:
         self._tell = tell
@@ -101,7 +101,9 @@ class _Hunt:
         return replace(self._best, limit=limit)
 
     def _check_rate(self) -> None:
-        """Refuse a speed that computing alone does not reach: with more layers it only rises, or only falls."""
+        """Raise `TooFast` for a speed that computing alone does not reach: it only rises, or only falls, with more
+        layers.
+        """
         most = 0.0
         ends = (self._shape(hidden, layers) for hidden in HIDDEN for layers in (1, _MOST_LAYERS))
         for model in chain(ends, self._named()):
@@ -111,7 +113,7 @@ class _Hunt:
         raise TooFast(self._least, most)
 
     def _named(self) -> Iterator[TransformerShape]:
-        """Named sizes that can be trained as asked."""
+        """Yield the named sizes that can be trained as requested."""
         for name in names():
             model = shape(name, vocabulary=self._vocabulary)
             if model.positions >= self._training.seq and not (
@@ -124,7 +126,7 @@ class _Hunt:
         return self._as_asked(found if self._vocabulary is None else replace(found, vocabulary=self._vocabulary))
 
     def _as_asked(self, found: TransformerShape) -> TransformerShape:
-        """With a head of its own, where that is asked for."""
+        """Return the shape, with a separate head if that is requested."""
         model = model_of(found, self._training)
         assert isinstance(model, TransformerShape), "a shape's model is a shape"
         return model
@@ -133,7 +135,9 @@ class _Hunt:
         return self._best.shape.parameters * _GAIN if self._best else 0.0
 
     def _most_layers(self, hidden: int) -> int:
-        """The most layers that the lower bound does not rule out, looked for around what small models let expect."""
+        """Return the most layers that the lower bound does not exclude, searched around an extrapolation from small
+        models.
+        """
         one, two = self._shape(hidden, 1).parameters, self._shape(hidden, 2).parameters
         cluster = self._training.cluster
         room = sum(tier.capacity_bytes for tier in cluster.tiers()) * cluster.gpus
@@ -153,7 +157,9 @@ class _Hunt:
         return good
 
     def _expected_layers(self, hidden: int) -> int:
-        """How many layers the lower bound would allow if needs grew evenly, as they do but for how groups are cut."""
+        """Return how many layers the lower bound allows by extrapolation; needs grow evenly but for the cut of
+        groups.
+        """
         found = 0.0
         few, more = _FEW_LAYERS, 2 * _FEW_LAYERS
         for training in self._asked():
@@ -169,7 +175,7 @@ class _Hunt:
         return next(self._ways(self._shape(hidden, layers)), None) is not None
 
     def _search(self, hidden: int, top: int) -> None:
-        """Find the most layers that will do: between a count that would be better than the best and the bound."""
+        """Find the most layers that work: between a count that would beat the best so far and the bound."""
         one, two = self._shape(hidden, 1).parameters, self._shape(hidden, 2).parameters
         low = max(1, int((self._enough() - one) // (two - one)) + 2)
         if low > top:
@@ -188,7 +194,7 @@ class _Hunt:
                 bad = middle
 
     def _descend(self, hidden: int, top: int) -> tuple[int, int]:
-        """Down from the bound in growing strides: a count that will do (0: none), and one above it that will not."""
+        """Search down from the bound in growing steps; return a count that works (0: none) and one above that fails."""
         bad, layers, stride = top + 1, top, max(1, top // 64)
         while layers > 0 and not self._try(self._shape(hidden, layers)):
             shortfall = max(0.0, 1 - self._last / self._least) if self._last else 0.0
@@ -197,7 +203,7 @@ class _Hunt:
         return max(0, layers), bad
 
     def _ways(self, model: TransformerShape) -> Iterator[tuple[float, Training]]:
-        """Trainings that the lower bound does not rule out, and the part of memory that it leaves."""
+        """Yield trainings that the lower bound does not exclude, and the fraction of memory that it leaves."""
         for training in self._asked():
             if model.layers > _DEEP and training.group_bytes is None:
                 layer = 13 * model.hidden**2 * training.weight_bytes
@@ -207,14 +213,14 @@ class _Hunt:
                 yield room, training
 
     def _asked(self) -> Iterator[Training]:
-        """The training with checkpoints off the GPU and on it, unless one is asked for."""
+        """Yield the training with checkpoints off the GPU and on it, or only the requested one."""
         asked = self._training.offload_checkpoints
         offloads = self._training.checkpointing and len(self._training.cluster.tiers()) > 1
         for offload in ((True, False) if offloads else (False,)) if asked is None else (asked,):
             yield replace(self._training, offload_checkpoints=offload)
 
     def _try(self, model: TransformerShape) -> bool:
-        """Whether there is a plan of enough speed; if so it is the best so far."""
+        """Return True if there is a plan of sufficient speed; it is then the best so far."""
         best = "" if self._best is None else f"; best so far: {self._best.shape.name}"
         self._tell(f"trying {model.name}, {format_count(model.parameters)} parameters{best}")
         self._last, reason = 0.0, "does not fit"
@@ -239,9 +245,9 @@ class _Hunt:
         return False
 
     def _attempts(self, model: TransformerShape) -> Iterator[tuple[Callable[[], Forecast | None], bool]]:
-        """Every way to plan the model, the one with most room first, and whether its moves overlap.
+        """Yield every way to plan the model, the one with most free memory first, and whether its moves overlap.
 
-        Moves one at a time are looked at only where there is no other plan.
+        Plans that move one thing at a time are tried only if there is no other plan.
         """
         slowest_s = self._operations(model) / self._least / 1e12 if self._least else math.inf
         ways = [
@@ -253,5 +259,5 @@ class _Hunt:
             yield ways[0].tight, False
 
     def _operations(self, model: TransformerShape) -> int:
-        """Of a step on one GPU, as TFLOPS are counted."""
+        """Return the operations of a step on one GPU, as TFLOPS are counted."""
         return 8 * model.parameters * self._training.batch * self._training.seq * self._training.accumulate

@@ -1,4 +1,4 @@
-"""What `pstar` prints: JSON documents and their readable form."""
+"""Write what `pstar` prints: JSON documents and their readable form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEVERAL_WITH_DISK = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What was asked."""
+    """The question that a command was asked."""
 
     subject: Subject
     training: Training
@@ -31,12 +31,12 @@ class Case:
 
     @property
     def model(self) -> str:
-        """The model's name."""
+        """Return the model's name."""
         return self.subject.model if isinstance(self.subject, Trace) else self.subject.name
 
 
 def fits_document(case: Case, found: Forecast, advice: Sequence[str]) -> Document:
-    """`pstar plan --json` of a model that fits."""
+    """Return the document of `pstar plan --json` for a model that fits."""
     told = found.prediction
     return {
         "model": case.model,
@@ -70,7 +70,7 @@ def fits_document(case: Case, found: Forecast, advice: Sequence[str]) -> Documen
 
 
 def refusal_document(case: Case, refusal: DoesNotFit, remedies: Sequence[str]) -> Document:
-    """`pstar plan --json` of a model that does not fit."""
+    """Return the document of `pstar plan --json` for a model that does not fit."""
     return {
         "model": case.model,
         "parameters": case.subject.parameters,
@@ -95,7 +95,7 @@ def refusal_document(case: Case, refusal: DoesNotFit, remedies: Sequence[str]) -
 
 
 def scale_document(found: Largest, plan: Document) -> Document:
-    """`pstar scale --json`."""
+    """Return the document of `pstar scale --json`."""
     return {
         "model": found.shape.name,
         "parameters": found.shape.parameters,
@@ -107,7 +107,7 @@ def scale_document(found: Largest, plan: Document) -> Document:
 
 
 def nothing_document() -> Document:
-    """`pstar scale --json` where no model will do."""
+    """Return the document of `pstar scale --json` if no model works."""
     return {"model": None, "parameters": 0, "layers": 0, "hidden": 0, "plan": None}
 
 
@@ -134,20 +134,20 @@ def _setting(case: Case) -> Document:
 
 
 def _resident(found: Forecast) -> int:
-    """Groups that live wholly on the compute tier."""
+    """Return the number of groups that stay wholly on the compute tier."""
     lower = {held.extent.index for held in found.planned.plan.home if held.tier}
     return len(found.planned.program.layout.groups) - len(lower)
 
 
 def _padding_bytes(found: Forecast) -> int:
-    """What all processes together store in vain."""
+    """Return the bytes of padding that all processes together store."""
     homes = sum(held.bytes for held in found.planned.plan.home)
     layout = found.planned.program.layout
     return homes * layout.ranks * layout.padding_numel // max(1, layout.padded_numel)
 
 
 def _notes(found: Forecast) -> tuple[str, ...]:
-    """What a reader of the plan must know, the first thing first."""
+    """Return notes for the plan's reader, the most important first."""
     notes, has_disk = found.planned.plan.notes, any(tier.name == "disk" for tier in found.tiers)
     return (SEVERAL_WITH_DISK, *notes) if found.training.cluster.gpus > 1 and has_disk else notes
 
@@ -156,7 +156,7 @@ def _notes(found: Forecast) -> tuple[str, ...]:
 
 
 def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only: bool) -> str:
-    """`pstar plan` of a model that fits."""
+    """Return the text of `pstar plan` for a model that fits."""
     told = found.prediction
     lines = [*_heading(case), "it fits. Everything below is predicted.", ""]
     lines.append(f"  {'peak, each process':<20}{'used':>12}{'budget':>12}")
@@ -192,7 +192,7 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
 
 
 def brief_text(case: Case, found: Forecast) -> str:
-    """`pstar plan --brief` of a model that fits."""
+    """Return the text of `pstar plan --brief` for a model that fits."""
     peaks = (
         f"{tier.name} {format_bytes(found.prediction.peak_bytes[tier.name])} of {format_bytes(tier.capacity_bytes)}"
         for tier in found.tiers
@@ -207,7 +207,7 @@ def brief_text(case: Case, found: Forecast) -> str:
 
 
 def refusal_text(case: Case, refusal: DoesNotFit, remedies: Sequence[str]) -> str:
-    """`pstar plan` of a model that does not fit."""
+    """Return the text of `pstar plan` for a model that does not fit."""
     missing = max(1, refusal.needed_bytes - refusal.available_bytes)
     if refusal.proven:
         why = f"{refusal.tier}: at least {format_bytes(refusal.needed_bytes)} needed at {refusal.moment!r}"
@@ -227,7 +227,7 @@ def refusal_text(case: Case, refusal: DoesNotFit, remedies: Sequence[str]) -> st
 
 
 def scale_text(found: Largest, plan: str) -> str:
-    """`pstar scale`."""
+    """Return the text of `pstar scale`."""
     shape = found.shape
     size = f"{format_count(shape.parameters)} parameters, {shape.layers} layers of {shape.hidden}"
     again = f"as: pstar plan {shape.name}, other options the same"
@@ -235,7 +235,7 @@ def scale_text(found: Largest, plan: str) -> str:
 
 
 def doctor_text(found: Mapping[str, str]) -> str:
-    """`pstar doctor`."""
+    """Return the text of `pstar doctor`."""
     width = max(map(len, found))
     return "".join(f"{key:<{width}}  {value}\n" for key, value in found.items())
 
@@ -266,7 +266,7 @@ def _bar(part: float, ascii_only: bool, width: int = 24) -> str:
 
 
 def _overlapped(told: Prediction) -> list[str]:
-    """The plan's own step time, where that is another one."""
+    """Return a line with the plan's own step time, if that differs."""
     bound = _seconds(told.bound_step_time_s)
     if bound == _seconds(told.step_time_s):
         return []

@@ -1,10 +1,10 @@
-"""A token table that stays in the host's memory: what it takes there, what crosses the link, and how long that takes.
+"""Compute what a token table in host memory costs: its bytes, its transfers, and their seconds.
 
 [Note: a table on the host]
-No plan knows of it, as in the engine: it is charged to the host from the start, and whatever is done with it is waited
-for, so that bytes, seconds and its memory are added to what a plan promises. Per element, ``e`` bytes each:
+No plan contains the table, as in the engine. Its bytes are charged to the host from the start. Everything else waits
+for its work. So its bytes, seconds and memory are added to a plan's prediction. Per element, ``e`` bytes each:
 
-    held            weight e, master and moments 12 (in fp32 the weight is the master), the gradient on its way e;
+    held            weight e, master and moments 12 (in fp32 the weight is the master), the gradient in transfer e;
                     4 more where gradients are summed (accumulation, fp32): 16, or 20; by other optimizers' states
                     4 more or less for each
     a lookup        ids of 8 bytes down; rows gathered, copied for the link, and sent up
@@ -13,8 +13,8 @@ for, so that bytes, seconds and its memory are added to what a plan promises. Pe
     the step        as any other on the CPU, and before all others
 
 Bytes of memory traffic take `Machine.host_bandwidth`, those of a link its own; each wait takes a latency. A dense
-gradient of more than `_KEPT_BYTES` is in memory that the system hands out anew each time, page by page as it is
-emptied: that goes at `_FRESH_BANDWIDTH`, by one thread.
+gradient of more than `_KEPT_BYTES` is memory that the system allocates anew each time. One thread clears it page by
+page, at `_FRESH_BANDWIDTH`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UP, DOWN, CPU = "host->device", "device->host", "cpu"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTable:
-    """See [Note: a table on the host]."""
+    """A table in host memory, and what it costs; see [Note: a table on the host]."""
 
     numel: int
     width: int
@@ -50,33 +50,33 @@ class HostTable:
 
     @property
     def sums(self) -> bool:
-        """Whether gradients are summed in fp32."""
+        """Return True if gradients are summed in fp32."""
         return self.element_bytes == 4 or self.accumulate > 1
 
     @property
     def held_bytes(self) -> int:
-        """In the host's memory, for good."""
+        """Return the bytes that stay in host memory."""
         return align_up(self.numel, SHARD_ALIGNMENT_NUMEL) * (8 + 4 * self.states + 4 * self.sums)
 
     @property
     def rows_bytes(self) -> int:
-        """Of one lookup."""
+        """Return the bytes of one lookup's rows."""
         return self.tokens * self.width * self.element_bytes
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
-        """Of one step."""
+        """Return the bytes that one step moves over each link."""
         return {UP: self.accumulate * self.rows_bytes, DOWN: self.accumulate * (self.rows_bytes + 8 * self.tokens)}
 
     def left(self, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
-        """The tiers without what the table has of the host's; less than nothing where it does not fit."""
+        """Return the tiers without the table's part of the host's; a negative size if the table does not fit."""
         return tuple(
             replace(tier, capacity_bytes=tier.capacity_bytes - self.held_bytes * (tier.name == "host"))
             for tier in tiers
         )
 
     def seconds(self, machine: Machine) -> tuple[float, float, float]:
-        """Of a step's lookups, gradients and its update, each waited for."""
+        """Return the seconds of a step's lookups, gradients and update, each waited for."""
         host, rows, wait = machine.host_bandwidth, self.rows_bytes, machine.latency_s
         up, down = (min(rate, host) for rate in (machine.h2d_bandwidth, machine.d2h_bandwidth))
         lookups = self.accumulate * (8 * self.tokens / down + 4 * rows / host + rows / up + 2 * wait)
@@ -91,7 +91,7 @@ class HostTable:
         return lookups, gradients, update
 
     def added_to(self, told: Prediction, machine: Machine) -> Prediction:
-        """What a plan without the table promises, with it."""
+        """Return a prediction with the table's costs added."""
         lookups, gradients, update = self.seconds(machine)
         more, moved = lookups + gradients + update, self.moved_bytes
         links = {UP: machine.h2d_bandwidth, DOWN: machine.d2h_bandwidth}

@@ -1,1 +1,1 @@
-"""From a program to a plan: policies, arenas, the walk through each segment, bounds, the search."""
+"""Make a plan from a program: policies, arenas, the walk through each segment, bounds, the search."""

@@ -1,4 +1,4 @@
-"""A stretch of one tier's addresses that slots come from, and what may be thrown out to make room."""
+"""Manage a range of one tier's addresses: where slots come from, and which extents may be evicted for room."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Neighbouring pieces that together are large enough, by address."""
+    """Adjacent pieces that together are large enough, by address."""
 
     pieces: tuple[Piece, ...]
 
     @property
     def victims(self) -> tuple[Extent, ...]:
-        """The owners of its pieces."""
+        """Return the owners of the window's pieces."""
         return tuple(piece.owner for piece in self.pieces if piece.owner is not None)
 
 
 class Arena:
-    """Addresses ``offset .. end`` of a tier, cut into pieces.
+    """Manage the addresses ``offset .. end`` of a tier, cut into pieces.
 
-    Free neighbours are not merged: each remembers what released it, so that a new slot can be put where bytes have
-    been idle longest, and its fill can begin earliest. Pieces are kept in the order in which they would be given up,
-    so that only the cheapest have to be looked at.
+    Free neighbours are not merged: each remembers what released it. So a new slot can be put where bytes have been idle
+    longest, and its fill can begin earliest. Pieces are kept in order of eviction, so that only the cheapest have to be
+    examined.
     """
 
     def __init__(self, offset: int, end: int) -> None:
@@ -61,9 +61,10 @@ class Arena:
             self._place(piece, EMPTY)
 
     def find(self, size: int, stays: Callable[[Extent], bool]) -> Window | None:
-        """The window of least worth that holds ``size`` bytes, of these the one idle longest.
+        """Return the window of least worth that holds ``size`` bytes; of equals, the one idle longest.
 
-        A window is worth its dearest owner, and fewer pieces are better; ``stays`` tells who must not leave just now.
+        A window is worth as much as its dearest owner, and fewer pieces are better. ``stays`` says who may not leave
+        now.
         """
         # Cheapest first, until a window is there. One as cheap may have been idle for longer than this one's latest
         # piece; what comes after that cannot be better.
@@ -81,7 +82,7 @@ class Arena:
         return None if best is None else Window(best[1])
 
     def _windows(self, begin: int, end: int, size: int) -> Iterator[tuple[tuple[int, int, int], tuple[Piece, ...]]]:
-        """Every window of a run of pieces, and by what one is preferred to another of equal worth."""
+        """Yield every window of a run of pieces, and its rank among windows of equal worth."""
         if end - begin < size:
             return
         pieces, stop = list(self._between(begin, end)), 0
@@ -100,7 +101,7 @@ class Arena:
             begin = piece.end
 
     def allocate(self, window: Window, size: int, owner: Extent) -> tuple[Piece, tuple[int, ...]]:
-        """Give a window (all of it free by now) to ``owner``, to stay until rated; also what released its bytes."""
+        """Give a window, which is all free now, to ``owner`` until rated; return it, and what released its bytes."""
         first, last = window.pieces[0], window.pieces[-1]
         for part in window.pieces:
             self._place(part, None)
@@ -112,12 +113,12 @@ class Arena:
         return piece, tuple({part.since for part in window.pieces if part.since != NEVER_FREED})
 
     def rate(self, piece: Piece, worth: float | None, since: int) -> None:
-        """Say what keeping a piece's owner is worth, and what touched it last; worth None: it must stay."""
+        """Set the worth of keeping a piece's owner, and the last instruction on it; worth None: it must stay."""
         piece.since = since
         self._place(piece, worth)
 
     def abandon(self, piece: Piece, since: int) -> None:
-        """Note that nobody needs a piece's owner any more, and what touched it last."""
+        """Note that a piece's owner is not needed any more, and the last instruction on it."""
         piece.since, piece.idle = since, True
         self._place(piece, EMPTY)
 
@@ -127,11 +128,11 @@ class Arena:
         self._place(piece, EMPTY)
 
     def owned(self) -> list[Piece]:
-        """Pieces that have an owner, by address."""
+        """Return the pieces that have an owner, by address."""
         return [piece for _, piece in sorted(self._pieces.items()) if piece.owner is not None]
 
     def _place(self, piece: Piece, worth: float | None) -> None:
-        """Move a piece to where it belongs in the order; None: out of it."""
+        """Move a piece to its place in the order; None: remove it from the order."""
         key = None if worth is None else (worth, piece.since, piece.offset)
         if key == piece.key:
             return
@@ -143,7 +144,7 @@ class Arena:
 
 
 class _Runs:
-    """Stretches of addresses that grow together as pieces are added."""
+    """Ranges of addresses that grow together as pieces are added."""
 
     def __init__(self) -> None:
         self.ends: dict[int, int] = {}
@@ -151,7 +152,7 @@ class _Runs:
         self._begins: dict[int, int] = {}
 
     def add(self, begin: int, end: int) -> tuple[int, int]:
-        """One more stretch, joined with its neighbours."""
+        """Add a range; return it joined with its neighbours."""
         begin, end = self._begins.pop(begin, begin), self.ends.pop(end, end)
         self.ends[begin], self._begins[end] = end, begin
         return begin, end

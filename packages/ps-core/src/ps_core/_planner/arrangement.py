@@ -1,6 +1,6 @@
-"""Who sits where when every extent has one copy, and the chain of instructions that changes it.
+"""Choose which resident copy to evict for room, when every extent has one copy, and emit the moves.
 
-Used for tight memory; why room can always be made is in the notes of `low_memory_plan` and `held_slots`.
+This is used for tight memory. The notes of `low_memory_plan` and `held_slots` prove that room can always be made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ps_core._program import Extent, Program, SegmentName
 
 
 class Victims(StrEnum):
-    """Who leaves first where room has to be made. Any will do but where tiers have room for one more and no other."""
+    """Name the order in which extents are evicted. Any works, unless tiers have room for one more and no other."""
 
     LATEST = "wanted again last"
     SMALLEST = "smallest"
@@ -25,13 +25,13 @@ class Victims(StrEnum):
 
 
 def failure(tier: str, moment: str, needed: int, available: int) -> DoesNotFit:
-    """No plan found here, which is no proof that there is none."""
+    """Return the error that no plan was found, which is no proof that there is none."""
     return DoesNotFit(tier=tier, moment=moment, needed_bytes=needed, available_bytes=available, proven=False)
 
 
 @dataclass(slots=True)
 class Seat:
-    """Where an extent sits."""
+    """The tier, slot and address of an extent."""
 
     slot: int
     tier: int
@@ -40,7 +40,7 @@ class Seat:
 
 
 class Arrangement:
-    """Who sits where, and the chain of instructions that changes it."""
+    """Track where every extent is, and the chain of instructions that moves them."""
 
     def __init__(
         self,
@@ -79,26 +79,26 @@ class Arrangement:
         return later
 
     def emit(self, queue: Queue, op: Op) -> None:
-        """Append to the chain."""
+        """Append an instruction to the chain."""
         number = len(self.instrs)
         linked = number > 0 and self.instrs[-1].queue is not queue
         self.instrs.append(Instr(number, queue, op, (number - 1,) if linked else (), self.now))
 
     def limit(self, tier: int) -> int:
-        """Where a tier's addresses end for extents."""
+        """Return the address where a tier's range for extents ends."""
         return (self.tiers[tier].capacity_bytes - (self.tide_bytes if tier == 0 else 0)) & -128
 
     def sitting(self, tier: int) -> list[tuple[Extent, Seat]]:
-        """Who sits on a tier, by address."""
+        """Return the extents on a tier, by address."""
         rows = [(extent, seat) for extent, seat in self.seats.items() if seat.tier == tier]
         return sorted(rows, key=lambda row: row[1].offset)
 
     def free(self, tier: int) -> int:
-        """Bytes below the limit that are free; negative while non-model bytes overlap a slot."""
+        """Return the free bytes below the limit; negative while non-model bytes overlap a slot."""
         return self.limit(tier) - sum(seat.bytes for seat in self.seats.values() if seat.tier == tier)
 
     def room(self, tier: int) -> int:
-        """The most bytes in one piece that a tier has, or would have if it were pushed together; negative as `free`."""
+        """Return the most contiguous bytes of a tier, after compaction; negative as `free`."""
         if tier or not self.fixed:
             return self.free(tier)
         packed = self._packed(tier)
@@ -116,12 +116,12 @@ class Arrangement:
     # Room.
 
     def clear(self, tier: int, size: int, barred: frozenset[int] = frozenset()) -> None:
-        """Move others away until there can be ``size`` bytes of a tier in one piece."""
+        """Move extents away until a tier can have ``size`` contiguous bytes."""
         while self.room(tier) < size:
             self._evict(tier, size, barred)
 
     def _evict(self, tier: int, size: int, barred: frozenset[int] = frozenset()) -> None:
-        """Move one away, or fail."""
+        """Move one extent away, or raise."""
         victims = [extent for extent, _ in self.sitting(tier) if extent not in self.pins]
         victims.sort(key=self._merit, reverse=True)
         if not any(self._send(extent, tier, barred) for extent in victims):
@@ -150,7 +150,7 @@ class Arrangement:
         return False
 
     def spot(self, tier: int, size: int) -> int:
-        """An offset with ``size`` free bytes behind it; pushes the tier together if need be."""
+        """Return an offset with ``size`` free bytes behind it; compact the tier if necessary."""
         offset = self._hole(tier, size)
         if offset is None:
             self.compact(tier)
@@ -167,13 +167,13 @@ class Arrangement:
         return end if end + size <= self.limit(tier) else None
 
     def compact(self, tier: int) -> None:
-        """Push a tier's extents together at the bottom, around those that must not move."""
+        """Move a tier's extents to the bottom, around those that must not move."""
         for extent, (start, _) in self._packed(tier):
             if self.seats[extent].offset != start:
                 self._shift(extent, start)
 
     def _packed(self, tier: int) -> list[tuple[Extent, Span]]:
-        """Where a tier's extents would be then, by address."""
+        """Return where a tier's extents would be after that, by address."""
         rows = self.sitting(tier)
         still = [(seat.offset, seat.offset + seat.bytes) for extent, seat in rows if extent in self.fixed]
         found, end = [], 0
@@ -185,7 +185,9 @@ class Arrangement:
         return sorted(found, key=lambda row: row[1])
 
     def anchor(self, extent: Extent) -> None:
-        """Put an extent of the compute tier on ground, to stay there; see [Note: ground] in `held_slots`."""
+        """Move an extent to the lowest address of the compute tier for held ones; see [Note: ground] in
+        `held_slots`.
+        """
         seat = self.seats[extent]
         still = sorted((other.offset, other.offset + other.bytes) for other in map(self.seats.__getitem__, self.fixed))
         start = lowest(still, seat.bytes)
@@ -197,7 +199,7 @@ class Arrangement:
         self.fixed |= {extent}
 
     def _in_the_way(self, extent: Extent, start: int) -> Extent | None:
-        """The first of the others on addresses that an extent is to have."""
+        """Return the first other extent on addresses that an extent is to have."""
         end = start + self.seats[extent].bytes
         for other, seat in self.sitting(0):
             if other != extent and seat.offset < end and start < seat.offset + seat.bytes:
@@ -205,7 +207,7 @@ class Arrangement:
         return None
 
     def _to_the_top(self, extent: Extent) -> None:
-        """Put one above all others; or move one away, where there is no room for that."""
+        """Move an extent above all others; or move another one away, if there is no room for that."""
         size = self.seats[extent].bytes
         end = max(seat.offset + seat.bytes for _, seat in self.sitting(0))
         if end + size <= self.limit(0):
@@ -223,7 +225,7 @@ class Arrangement:
         seat.offset = offset
 
     def move(self, extent: Extent, tier: int) -> None:
-        """To a neighbouring tier, which has the bytes free."""
+        """Move an extent to an adjacent tier, which has enough free bytes."""
         self._move_to(extent, tier, self.spot(tier, self.seats[extent].bytes))
 
     def _move_to(self, extent: Extent, tier: int, offset: int) -> None:
@@ -245,7 +247,7 @@ class Arrangement:
         return slot
 
     def fetch(self, extent: Extent, tier: int) -> int:
-        """Bring an extent to a tier and pin it there; its slot."""
+        """Move an extent to a tier and pin it there; return its slot."""
         self.pins.add(extent)
         size = self.seats[extent].bytes
         if abs(self.seats[extent].tier - tier) > 1:
@@ -263,7 +265,7 @@ class Arrangement:
         return self.seats[extent].slot
 
     def bear(self, extent: Extent, queue: Queue) -> int:
-        """A fresh slot on the compute tier for an extent without a home."""
+        """Reserve a slot on the compute tier for an extent without a home."""
         size = self.program.bytes_of(extent)
         self.clear(0, size)
         offset = self.spot(0, size)
@@ -273,7 +275,7 @@ class Arrangement:
         return slot
 
     def bury(self, extent: Extent) -> None:
-        """An extent without a home is needed no more."""
+        """Release the slot of an extent without a home."""
         seat = self.seats.pop(extent)
         self.versions.pop(extent, None)
         self.pins.discard(extent)

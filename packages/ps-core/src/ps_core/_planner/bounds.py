@@ -1,12 +1,13 @@
-"""What any plan needs at the least: the proof that something cannot fit.
+"""Compute the least bytes that any plan needs, to prove that something cannot fit.
 
 [Note: the lower bound]
-On the compute tier: a moment's non-model bytes, the extents it uses, gathered groups and gradients that are
-half-way (they have no home to go to), and, where gradients are complete, what the largest reduce-scatter needs. In
-the whole hierarchy: every extent with a home, whatever else is alive, and the non-model bytes. On some tier with a
-processor: a group's step, its accumulation, the rebuilding of its weight.
+The compute tier needs a moment's non-model bytes and the extents that the moment uses. It needs gathered groups and
+incomplete gradients, which have no home. Where gradients are complete it needs what the largest reduce-scatter uses.
+All tiers together need every extent with a home, all others that are alive, and the non-model bytes. Some tier with a
+processor needs a group's step, its accumulation, the rebuilding of its weight.
 
-Above the bound by one largest extent (and alignment) on each tier, a plan is always found; in between it may be.
+A plan is always found if each tier has more than the bound by one largest extent (and alignment). In between a plan may
+be found.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class Need:
 
     @property
     def missing_bytes(self) -> int:
-        """What is lacking; at most 0 if nothing is."""
+        """Return the bytes that are missing; at most 0 if none are."""
         return self.needed_bytes - self.available_bytes
 
     def check(self) -> None:
-        """Raise `DoesNotFit` if anything is: then no plan can exist."""
+        """Raise `DoesNotFit` if any bytes are missing: no plan can exist then."""
         if self.missing_bytes > 0:
             raise DoesNotFit(
                 tier=self.where,
@@ -51,7 +52,7 @@ class Need:
 
 
 def lower_bounds(program: Program, tiers: tuple[Tier, ...]) -> tuple[Need, ...]:
-    """The greatest need of the compute tier, of the whole hierarchy, and of a step."""
+    """Return the greatest need of the compute tier, of the whole hierarchy, and of a step."""
     compute, whole = _peaks(program)
     total = sum(tier.capacity_bytes & -128 for tier in tiers)
     needs = [
@@ -71,7 +72,7 @@ def check_fits(program: Program, tiers: tuple[Tier, ...]) -> None:
 
 
 def largest_extent_bytes(program: Program) -> int:
-    """Bytes of the largest extent the program has."""
+    """Return the bytes of the largest extent the program has."""
     groups = range(len(program.layout.groups))
     sizes = [program.bytes_of(Extent(kind, group)) for group in groups for kind in program.home_kinds(group)]
     if program.ranks > 1:
@@ -83,13 +84,13 @@ def largest_extent_bytes(program: Program) -> int:
 
 
 def home_bytes(program: Program) -> int:
-    """Bytes of every extent that has a home, on one process."""
+    """Return the bytes of every extent that has a home, on one process."""
     groups = range(len(program.layout.groups))
     return sum(program.bytes_of(Extent(kind, group)) for group in groups for kind in program.home_kinds(group))
 
 
 def _update_bytes(program: Program) -> int:
-    """What a step, an accumulation or the rebuilding of a weight needs in one place."""
+    """Return what a step, an accumulation or the rebuilding of a weight needs on one tier."""
     together = [(group, program.home_kinds(group)) for group in program.stepped]
     together += [(group, (Kind.P32, Kind.P16)) for group in program.casts(SegmentName.PROLOGUE)]
     if not program.overwrites:
@@ -112,9 +113,9 @@ def _peaks(program: Program) -> tuple[tuple[str, int], tuple[str, int]]:
 
 
 def _alive(program: Program, segment: SegmentName) -> Iterator[tuple[Visit, set[Extent], int]]:
-    """For each moment: homeless extents that must be on the compute tier, and bytes of those alive anywhere.
+    """Yield each moment's homeless extents that must be on the compute tier, and all homeless bytes that are alive.
 
-    A weight shard that takes a reduce-scatter's result is pinned too, but has a home.
+    A weight shard that receives a reduce-scatter's result is pinned too, but has a home.
     """
     stored_bytes = 0
     partial: set[Extent] = set()

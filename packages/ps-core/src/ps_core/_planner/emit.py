@@ -1,4 +1,4 @@
-"""Writing instructions down with the waits they need, and no others."""
+"""Write instructions with the waits that they need, and no others."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _NOTHING = (-1,) * len(Queue)
 
 
 class Emitter:
-    """Collects one segment's instructions.
+    """Collect one segment's instructions.
 
-    Each instruction says which slots it reads and writes; it then waits for the writes it must see and the readers it
-    must not disturb. Vector clocks (for each instruction and queue, the last one known to be complete before it)
-    leave out the waits that others imply.
+    Each instruction says which slots it reads and writes. It then waits for the writes that it must see and the readers
+    that it must not disturb. A vector clock holds, for each instruction and queue, the last one known to be complete
+    before it. The clocks remove waits that others imply.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Emitter:
         also: Iterable[int] = (),
         visit: int = -1,
     ) -> int:
-        """Append an instruction; slots it writes are waited for wholly, slots it reads until written."""
+        """Append an instruction that waits for all uses of slots it writes, and for writes of slots it reads."""
         number = len(self.instrs)
         waits = {wait for wait in also if wait >= 0}
         for slot in reads:
@@ -51,11 +51,11 @@ class Emitter:
         return number
 
     def last_access(self, slot: int) -> int:
-        """The latest instruction that touched the slot."""
+        """Return the latest instruction that touched the slot."""
         return max(self._written.get(slot, -1), *self._read.get(slot, {}).values(), -1)
 
     def last_queues(self, slot: int) -> set[Queue]:
-        """The queues a release of the slot has to wait for."""
+        """Return the queues a release of the slot has to wait for."""
         queues = set(self._read.get(slot, {}))
         if slot in self._written:
             queues.add(self.instrs[self._written[slot]].queue)

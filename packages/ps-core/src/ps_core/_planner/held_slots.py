@@ -1,11 +1,11 @@
-"""Tells what must stay in its place from one moment to the next, because its memory is still referenced.
+"""Find what must stay in its place from one moment to the next, because its memory is still referenced.
 
 [Note: ground]
-A tier can be pushed together only around what must not move. So before something is held it is put on *ground*: the
-lowest address that those held already leave free. Where whatever is held last is let go of first (a block that is
-recomputed, and then goes backward), they stand on each other without a gap, and as much room can be made as if
-everything could move. Where they take turns there are gaps, and a plan is surely found only with so much room more on
-the compute tier: `gap_bytes`.
+A tier can be compacted only around extents that must not move. So before an extent is held it is put on *ground*: the
+lowest address that those held already leave free. They have no gaps between them if the last one is released first, as
+blocks recomputed in backward are. Then as much room can be made as if everything could move. If they are released in
+another order, there are gaps. A plan is then surely found only with so many more bytes on the compute tier:
+`gap_bytes`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Span = tuple[int, int]
 
 
 class Holds:
-    """What is held in one segment's moments."""
+    """The extents that are held in one segment's moments."""
 
     def __init__(self, program: Program, segment: SegmentName) -> None:
         self._rows = [
@@ -28,11 +28,11 @@ class Holds:
         ]
 
     def into(self, moment: int) -> frozenset[Extent]:
-        """What must not have moved since the moment before this one."""
+        """Return the extents that may not have moved since the moment before this one."""
         return self._rows[moment] if moment < len(self._rows) else frozenset()
 
     def starting(self, moment: int) -> list[Extent]:
-        """What is held from this moment on; first what is held longest."""
+        """Return the extents held from this moment on, the one held longest first."""
         found = self.into(moment + 1) - self.into(moment)
         return sorted(found, key=lambda extent: (-self._until(moment + 1, extent), extent))
 
@@ -43,7 +43,7 @@ class Holds:
 
 
 def lowest(spans: Iterable[Span], size: int, start: int = 0) -> int:
-    """The lowest address from ``start`` on with so many bytes behind it that none of the spans, in order, has."""
+    """Return the lowest address from ``start`` on with ``size`` bytes behind it outside of the sorted spans."""
     for begin, end in spans:
         if begin >= start + size:
             break
@@ -52,7 +52,7 @@ def lowest(spans: Iterable[Span], size: int, start: int = 0) -> int:
 
 
 def gap_bytes(program: Program) -> int:
-    """The most bytes that lie between what is held; see [Note: ground]."""
+    """Return the most bytes in gaps between held extents; see [Note: ground]."""
     segments = (name for name in program.segments if name in (SegmentName.MICRO_LAST, SegmentName.EVAL))
     return max((_gaps(program, name) for name in segments), default=0)
 

@@ -1,12 +1,12 @@
-"""A plan for when memory is almost too small for one: slow, but found whenever the bound plus slack allows.
+"""Make a plan when memory is almost too small: slow, but found whenever memory exceeds the bound plus slack.
 
 [Note: why the tight planner always finds a plan]
-Every extent has one copy, and moves are exclusive, so an arrangement is just who sits where. Room on a tier is made by
-moving victims to a neighbour that has some; with one largest extent free per tier in total, some tier always has
-(were each short of a largest extent, together they would be short of what is free). Addresses never stand in the way:
-a tier can be pushed together, around what is still referenced (see [Note: ground] in `held_slots`). Every move of an
-extent with a home can be undone, and once the homeless ones are dead (at a segment's end) undoing all moves, last
-first, leads back to home exactly. All instructions form one chain, so no order has to be thought about.
+Every extent has one copy. Only one move runs at a time. So an arrangement is a place for each extent. Room on a tier is
+made by moving extents to an adjacent tier with free bytes. Suppose that free bytes amount to one largest extent per
+tier in total. Then some tier has a largest extent free: if each had less, together they would have less. Addresses
+never prevent a move: a tier can be compacted, around what is still referenced (see [Note: ground] in `held_slots`).
+Every move of an extent with a home can be undone. At a segment's end the homeless extents are gone. Then undoing all
+moves, the last first, restores the home placement exactly. All instructions form one chain, so no order can go wrong.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from ps_core._program import Extent, Kind, Program, SegmentName, Visit
 
 
 def tight_plan(program: Program, tiers: tuple[Tier, ...], check: Callable[[Plan], None] | None = None) -> Plan:
-    """Make a plan within little more than the lower bound; `DoesNotFit` (not proven) if even this fails.
+    """Make a plan within little more than the lower bound; raise `DoesNotFit` (not proven) if even this fails.
 
-    ``check`` gets a plan with the segments of a training step at least, and raises if the others need not be made.
+    ``check`` is called with a plan that has at least a training step's segments. It raises if the others are not
+    needed.
     """
     home = _pack(program, tiers)
     segments: list[Segment] = []
@@ -54,7 +55,7 @@ def tight_plan(program: Program, tiers: tuple[Tier, ...], check: Callable[[Plan]
 
 
 def _segment(program: Program, tiers: tuple[Tier, ...], home: tuple[Held, ...], name: SegmentName) -> Segment:
-    """One segment, by the first rule of who leaves that comes to its end."""
+    """Return one segment, by the first order of eviction that succeeds."""
     refusals = []
     for victims in Victims:
         try:
@@ -68,7 +69,7 @@ def _segment(program: Program, tiers: tuple[Tier, ...], home: tuple[Held, ...], 
 
 
 def _pack(program: Program, tiers: tuple[Tier, ...]) -> tuple[Held, ...]:
-    """Every extent with a home on the first tier that has room, the compute tier last."""
+    """Place every extent with a home on the first tier that has room, the compute tier last."""
     ends = [0] * len(tiers)
     home = []
     for group in range(len(program.layout.groups)):
@@ -85,7 +86,7 @@ def _pack(program: Program, tiers: tuple[Tier, ...]) -> tuple[Held, ...]:
 
 
 class _Chain(Arrangement):
-    """One segment, moment after moment."""
+    """Plan one segment, moment after moment."""
 
     def walk(self) -> Segment:
         """Plan the segment."""
@@ -137,7 +138,7 @@ class _Chain(Arrangement):
         return extent in self.seats and self.seats[extent].tier == 0
 
     def _half_way(self) -> set[Extent]:
-        """Gathered groups and gradients that have no other place to go."""
+        """Return the gathered groups and gradients that have no other place."""
         return {extent for extent in self.seats if extent.kind in (Kind.FULL, Kind.GRAD)}
 
     def _ready(self, extent: Extent, before: int | None) -> None:
@@ -204,7 +205,7 @@ class _Chain(Arrangement):
         self.pins = self._half_way() | self.fixed
 
     def _roomy(self, extents: tuple[Extent, ...]) -> int:
-        """The tier with a processor that holds the most of these already, of those that can hold all."""
+        """Return the tier with a processor that holds the most of these extents, of those that can hold all."""
         need = sum(map(self.program.bytes_of, extents))
         work = [tier for tier, row in enumerate(self.tiers) if row.name != "disk"]
         loose = self._half_way() - self.fixed - set(extents)

@@ -1,4 +1,4 @@
-"""Where everything lives between segments, and where each group's optimizer step runs."""
+"""Decide on which tier every extent's home is, and where each group's optimizer step runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ps_core._program import Extent, Kind, Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """For each group: the home tier of its weight, that of its optimizer's extents, and the tier of its step."""
+    """The tiers of each group: of its weight's home, of its optimizer's extents, and of its step."""
 
     weights: tuple[int, ...]
     states: tuple[int, ...]
@@ -19,17 +19,17 @@ class Placement:
     """The kind that ``weights`` is about; fp32 weights are among the optimizer's extents, or apart from them."""
 
     def home_tier(self, kind: Kind, group: int) -> int:
-        """The home tier of one of `Program.home_kinds`."""
+        """Return the home tier of one of `Program.home_kinds`."""
         return (self.weights if kind is self.weight else self.states)[group]
 
 
 def work_tier(tiers: tuple[Tier, ...], tier: int) -> int:
-    """The nearest tier at or above this one on which a processor can work."""
+    """Return the nearest tier at or above this one on which a processor can work."""
     return tier - 1 if tiers[tier].name == "disk" else tier
 
 
 def lay_home(program: Program, placement: Placement, tiers: tuple[Tier, ...]) -> tuple[tuple[Held, ...], list[int]]:
-    """Home slots packed from the bottom of each tier, and where each tier's homes end."""
+    """Return home slots packed from the bottom of each tier, and the end of each tier's homes."""
     ends = [0] * len(tiers)
     home = []
     for group in range(len(program.layout.groups)):
@@ -50,10 +50,10 @@ def filled(
     lower_bytes: int | None = None,
     streamed: frozenset[int] = frozenset(),
 ) -> Placement:
-    """The first ``resident`` groups wholly on the compute tier, the others as high as they go below it.
+    """Place the first ``resident`` groups wholly on the compute tier, the others as high as possible below it.
 
-    ``lower_bytes`` limits what homes may take of the tier below the compute tier; what is left goes to the last tier,
-    optimizer states before weights. ``streamed`` groups step on the compute tier although their states live below it.
+    ``lower_bytes`` limits the home slots on the tier below the compute tier. The rest goes to the last tier, optimizer
+    states before weights. ``streamed`` groups step on the compute tier although their states are below it.
     """
     groups = program.layout.groups
     last = len(tiers) - 1
@@ -76,10 +76,10 @@ def filled(
 
 
 def halves(program: Program) -> list[tuple[int, bool, int]]:
-    """What a disk next to the compute tier holds or does not: every group's weight, then every group's other extents.
+    """Return the rows that a disk next to the compute tier may hold: all groups' weights, then their other extents.
 
-    In this order a byte kept above the disk saves most: a weight is read in forward, in backward and for the step,
-    the rest for the step alone. Each row is a group, whether it is about its weight, and bytes.
+    A row is a group, True for its weight, and bytes. In this order a byte kept above the disk saves most. A weight is
+    read in forward, in backward and for the step. The rest is read for the step alone.
     """
     groups = range(len(program.layout.groups))
     return [
@@ -98,7 +98,7 @@ def halves(program: Program) -> list[tuple[int, bool, int]]:
 
 
 def above_disk(program: Program, resident: int) -> Placement:
-    """The first ``resident`` of the `halves` on the compute tier, the others on the disk next to it."""
+    """Place the first ``resident`` of the `halves` on the compute tier, the others on the disk next to it."""
     tiers = {row[:2]: int(place >= resident) for place, row in enumerate(halves(program))}
     groups = range(len(program.layout.groups))
     return Placement(

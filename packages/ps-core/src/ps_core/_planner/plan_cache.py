@@ -1,7 +1,8 @@
-"""Finding a plan again: what a search chose is kept in a folder, from run to run.
+"""Keep what a search chose in a folder, so that later runs need not search again.
 
-Kept is the choice, not the plan: which tier each group lives on and is stepped on. The plan is made from it anew and
-verified as any other, so a file from an older version or with wrong contents costs a search, never a wrong plan.
+The folder keeps the choice, not the plan: the tier of each group's home and of its step. The plan is made from that
+choice and verified as any other. So a file from an older version or with wrong contents costs a search, never a wrong
+plan.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FORMAT = "ps_core.choice/4"
 def find_plan_again(
     trace: Trace, tiers: tuple[Tier, ...], machine: Machine, *, setup: Setup, layout: Layout, folder: Path
 ) -> Planned:
-    """As `find_plan`, but searched only if the folder does not know the answer to the very same question."""
+    """Find a plan as `find_plan` does, but search only if the folder has no answer to exactly this question."""
     question = repr((FORMAT, trace, tiers, machine, setup, layout))
     path = folder / f"{hashlib.sha256(question.encode()).hexdigest()[:32]}.json"
     try:
@@ -55,7 +56,7 @@ def _tiers(row: Any, groups: int, allowed: range) -> tuple[int, ...]:
 
 
 def _keep(path: Path, placement: Placement | None) -> None:
-    """Put the answer there whole or not at all. A folder that cannot be written to is the user's to know of."""
+    """Write the answer whole or not at all. If the folder cannot be written to, tell the user."""
     rows = {} if placement is None else {name: getattr(placement, name) for name in Placement.__dataclass_fields__}
     text = json.dumps({"format": FORMAT, "tight": placement is None, **rows})
     half = path.with_suffix(f".{os.getpid()}.tmp")

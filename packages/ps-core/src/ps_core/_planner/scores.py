@@ -1,10 +1,10 @@
-"""How good a placement is: planned, simulated, and remembered; and the best number of groups to keep resident.
+"""Plan, simulate and score placements; find the best number of groups to keep resident.
 
-What counts is the step time as the engine runs a plan. A segment that two placements have in common is planned once.
+The score is the step time as the engine runs a plan. A segment that two placements have in common is planned once.
 
-What a placement chooses is few numbers: how many groups live wholly on the compute tier (the first ones of a forward
-pass: no upload before it, no gradient to send after it), and which of the others have their optimizer states streamed
-up for a step on the accelerator while the CPU steps the rest.
+A placement is a choice of a few numbers. One says how many groups stay wholly on the compute tier. These are the first
+of a forward pass: no upload delays its beginning, and no gradient transfer backward's end. The other says which of the
+remaining groups copy their optimizer states to the accelerator for a step there. The CPU steps the rest.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from functools import cached_property
 
 from ps_core._plan import Queue, Tier
 from ps_core._planner.bounds import lower_bounds
+from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.placement import Placement, above_disk, filled, halves
-from ps_core._planner.policy import Policy
-from ps_core._planner.segments import make_segment
+from ps_core._planner.plan_segment import make_segment
 from ps_core._planner.tier_division import Frame, NoRoom, make_frame
 from ps_core._program import Extent, Program, SegmentName
 from ps_core._simulate.engine_timing import Issuing, Priced
@@ -34,7 +34,7 @@ Score = tuple[float, int]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A placement that works, and how well."""
+    """A placement that works, and its score."""
 
     score: Score
     resident: int
@@ -42,7 +42,7 @@ class Found:
 
 
 class Scorer:
-    """Placements of one program, each planned and simulated once."""
+    """Plan and simulate placements of one program, each once."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Scorer:
         ranks_per_node: int | None,
         in_backward: bool = False,
     ) -> None:
-        """``in_backward``: the processor steps while backward goes on; see `_simulate.early_steps`."""
+        """``in_backward``: the processor steps while backward goes on; see `_simulate.steps_in_backward`."""
         self.program = program
         self.tiers = tiers
         self._policy = policy
@@ -65,9 +65,9 @@ class Scorer:
         self._floor_s = float("inf")  # no placement has the compute queue do less
 
     def placement(self, resident: int, stride: int) -> Placement:
-        """The first groups resident; of the others, every ``stride``-th steps on the compute tier (0: none does).
+        """Place the first groups resident; of the others, every ``stride``-th steps on the compute tier (0: none).
 
-        Where the next tier is the disk: the first `halves` resident.
+        If the next tier is the disk: the first `halves` are resident.
         """
         if self._next_is_disk:
             return above_disk(self.program, resident)
@@ -88,7 +88,7 @@ class Scorer:
         return sum(self.program.bytes_of(Extent(kind, group)) for kind in self.program.home_kinds(group))
 
     def score(self, resident: int, stride: int = 0) -> Score | NoRoom:
-        """Predicted step time and moved bytes, or which tier is too small."""
+        """Return the predicted step time and moved bytes, or which tier is too small."""
         key = (resident, stride)
         if key not in self._known:
             try:
@@ -112,14 +112,26 @@ class Scorer:
         return self._passes[key]
 
     def refuse(self, found: Found, refusal: NoRoom) -> None:
-        """What looked good turned out not to work."""
+        """Replace the score of a placement that failed later."""
         self._known[found.resident, found.stride] = refusal.with_traceback(None)
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Bytes of each group, or half, that may be resident."""
+        if self._next_is_disk:
+            return [row[2] for row in halves(self.program)]
+        return [self._bytes(group) for group in range(len(self.program.layout.groups))]
+
+    def all_resident(self) -> Found | None:
+        """Everything on the compute tier, where nothing moves; None: there is no room."""
+        if sum(self._sizes) > self.tiers[0].capacity_bytes:
+            return None
+        return self._better(None, len(self._sizes), 0)
 
     @cached_property
     def limits(self) -> tuple[int, int]:
         """The fewest groups (or halves) that must, and the most that can, be resident, as far as home alone tells."""
-        groups = range(len(self.program.layout.groups))
-        sizes = [row[2] for row in halves(self.program)] if self._next_is_disk else [self._bytes(g) for g in groups]
+        sizes = self._sizes
         if len(self.tiers) == 1:
             return len(sizes), len(sizes)
         needed = lower_bounds(self.program, self.tiers)[0].needed_bytes
@@ -138,12 +150,12 @@ class Scorer:
         return least, max(least, most)
 
     def glance(self) -> Found | None:
-        """A good number of resident groups, looking at few."""
+        """Return a good number of resident groups, after trying few."""
         least, most = self.limits
         return self._grid(least, max(least, most - (most - least) // 4), 2)
 
     def explore(self, known: Found) -> Found:
-        """The best number of resident groups, from a grid and then nearer to its best point."""
+        """Return the best number of resident groups, from a grid and then near its best point."""
         least, most = self.limits
         grid = self._grid(least, most, _GRID)
         best = grid if grid is not None and beats(grid.score, known.score) else known
@@ -156,7 +168,7 @@ class Scorer:
         return best
 
     def _grid(self, least: int, most: int, points: int) -> Found | None:
-        """The best of evenly spread numbers; where none works, between the last too few and the first too many."""
+        """Return the best of evenly spaced numbers; if none works, search between too few and too many."""
         places = sorted({least + (most - least) * place // (points - 1) for place in range(points)})
         best: Found | None = None
         for resident in places:
@@ -177,7 +189,7 @@ class Scorer:
         return found if best is None or beats(found.score, best.score) else best
 
     def stream(self, best: Found) -> Found:
-        """Whether stepping some of the lower groups on the compute tier helps, where the compute queue stands idle."""
+        """Return the best placement with some of the lower groups stepped on the compute tier, if that helps."""
         if self.tiers[0].name != "device" or best.score[0] <= self._floor_s * _SAME:
             return best
         found: Found | None = best
@@ -187,7 +199,7 @@ class Scorer:
 
 
 def beats(score: Score, other: Score) -> bool:
-    """Whether the first is clearly faster, or as fast and moves less."""
+    """Return True if the first is clearly faster, or equally fast and moves less."""
     if score[0] > other[0] * _SAME:
         return False
     return score[0] * _SAME < other[0] or (score[1], score[0]) < (other[1], other[0])

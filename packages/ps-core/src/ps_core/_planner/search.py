@@ -1,6 +1,6 @@
-"""Finding a good plan: group size, what stays on the accelerator, and where optimizer steps run.
+"""Find a good plan: group size, what stays on the accelerator, and where optimizer steps run.
 
-Candidates are planned and simulated (`scores`); the one with the least predicted step time wins, moved bytes deciding
+Candidates are planned and simulated (`scores`). The one with the least predicted step time wins. Moved bytes decide
 between equals.
 """
 
@@ -15,17 +15,17 @@ from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._layout import Layout, lay_out, units
 from ps_core._plan import Plan, Tier, check_tiers
 from ps_core._planner.bounds import check_fits, largest_extent_bytes
+from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.low_memory_plan import tight_plan
 from ps_core._planner.placement import Placement
-from ps_core._planner.policy import Policy
+from ps_core._planner.plan_segment import make_plan
 from ps_core._planner.scores import Found, Scorer, beats
-from ps_core._planner.segments import make_plan
 from ps_core._planner.tier_division import NoRoom, make_frame
 from ps_core._program import Precision, Program
 from ps_core._simulate.clock import Prediction, simulate
-from ps_core._simulate.early_steps import EarlySteps
 from ps_core._simulate.engine_timing import Issuing
 from ps_core._simulate.machine import Machine
+from ps_core._simulate.steps_in_backward import EarlySteps
 from ps_core._trace import Trace
 from ps_core._verify import verify
 
@@ -37,7 +37,7 @@ _MOST_GROUPS = 700
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How a trace is to be trained; what `find_plan` may not change."""
+    """Say how a trace is to be trained: what `find_plan` may not change."""
 
     ranks: int = 1
     ranks_per_node: int | None = None
@@ -52,7 +52,7 @@ class Setup:
     """None: searched."""
     nonmodel_overhead: float = 0.0
     step_in_backward: bool = False
-    """Step groups as soon as their gradients are complete, where nothing is decided; see `_simulate.early_steps`."""
+    """Step groups as soon as their gradients are complete; see `_simulate.steps_in_backward`."""
     quick: bool = False
     """Look at few candidates: for asking whether something fits, and roughly how fast it is."""
 
@@ -66,7 +66,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A verified plan and what it promises."""
+    """A verified plan and its prediction."""
 
     program: Program
     plan: Plan
@@ -80,16 +80,16 @@ class Planned:
 def find_plan(
     trace: Trace, tiers: tuple[Tier, ...], machine: Machine, *, setup: Setup, layout: Layout | None = None
 ) -> Planned:
-    """The best plan found for a trace on these tiers, verified; `DoesNotFit` if there is none.
+    """Return the best plan found for a trace on these tiers, verified; raise `DoesNotFit` if there is none.
 
-    With a ``layout`` the parameters are packed already, and only what moves when is searched for.
+    With a ``layout`` the parameters are packed already, and only the moves are searched for.
     """
     search = Search(trace, tiers, machine, setup=setup, layout=layout)
     return search.roomy() or search.tight()
 
 
 class TooSlow(Exception):
-    """A plan would take longer than is wanted, so it was not completed."""
+    """Say that a plan would take longer than wanted, so it was not completed."""
 
     def __init__(self, step_time_s: float) -> None:
         super().__init__(f"{step_time_s:.3g} s a step")
@@ -97,7 +97,7 @@ class TooSlow(Exception):
 
 
 class Search:
-    """The search for one plan. Whoever has several ways to train asks each for a roomy plan before a tight one."""
+    """Search for one plan. With several ways to train, ask each for a roomy plan before a tight one."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Search:
         layout: Layout | None = None,
         slowest_s: float = float("inf"),
     ) -> None:
-        """``slowest_s``: a slower step raises `TooSlow`, as soon as that is known."""
+        """Begin; ``slowest_s``: raise `TooSlow` as soon as a step is known to be slower."""
         check_tiers(tiers)
         self._tiers, self._machine, self._setup, self._slowest_s = tiers, machine, setup, slowest_s
         programs = _programs(trace, setup) if layout is None else [_program(trace, layout, setup)]
@@ -126,7 +126,7 @@ class Search:
         ]
 
     def roomy(self) -> Planned | None:
-        """The best plan whose moves overlap; None: memory is too short for one."""
+        """Return the best plan whose moves overlap; None: memory is too small for one."""
         while (best := _best(self._scorers, self._setup)) is not None:
             scorer, found = best
             self._check_speed(found.score[0])
@@ -140,12 +140,12 @@ class Search:
         return None
 
     def glance_s(self) -> float | None:
-        """Seconds a step of the best plan with overlapping moves, which is not completed; None: there is none."""
+        """Return the step's seconds of the best plan with overlapping moves, not completed; None: there is none."""
         best = _best(self._scorers, self._setup)
         return None if best is None else best[1].score[0]
 
     def tight(self) -> Planned:
-        """The plan for tight memory, with the smallest groups first; `DoesNotFit` names the least that is lacking."""
+        """Return the plan for tight memory, smallest groups first; `DoesNotFit` names the least that is missing."""
         programs = [scorer.program for scorer in self._scorers]
         return _tight(programs, self._tiers, self._machine, self._setup, self._check_step)
 
@@ -169,7 +169,7 @@ def plan_with(
     setup: Setup,
     layout: Layout,
 ) -> Planned:
-    """The plan of a placement that a search found earlier, verified (None: the tight planner's)."""
+    """Return the plan of a placement that an earlier search found, verified (None: the tight planner's)."""
     check_tiers(tiers)
     program = _program(trace, layout, setup)
     if placement is None:
@@ -187,7 +187,7 @@ def adopted(plan: Plan, trace: Trace, layout: Layout, machine: Machine, *, setup
 
 
 def with_policy(planned: Planned, policy: Policy, machine: Machine, setup: Setup) -> Planned:
-    """The same layout and placement under another eviction policy, to compare."""
+    """Return a plan with the same layout and placement under another eviction policy, for comparison."""
     if planned.placement is None:
         raise InvalidInput("a plan for tight memory has no policy to exchange")
     plan = make_plan(make_frame(planned.program, planned.plan.tiers, planned.placement, policy))
@@ -233,7 +233,7 @@ def _program(trace: Trace, layout: Layout, setup: Setup) -> Program:
 
 
 def group_sizes(trace: Trace, setup: Setup) -> list[int]:
-    """Elements of a group, as tried: around the trace's typical unit, and not so few that groups become too many."""
+    """Return the group sizes to try: around the trace's typical unit, and not so small that there are too many."""
     if setup.group_numel is not None:
         return [setup.group_numel]
     sizes = sorted(sum(trace.tensors[index].numel for index in unit) for _, unit in units(trace))
@@ -248,6 +248,10 @@ def group_sizes(trace: Trace, setup: Setup) -> list[int]:
 
 
 def _best(scorers: list[Scorer], setup: Setup) -> tuple[Scorer, Found] | None:
+    """The best placement of all programs; one that moves nothing wherever there is room for it."""
+    resident = [(scorer, found) for scorer in scorers if (found := scorer.all_resident()) is not None]
+    if resident:
+        return min(resident, key=lambda row: row[1].score)
     leader: tuple[Scorer, Found] | None = None
     for scorer in scorers:
         found = scorer.glance()

@@ -1,8 +1,8 @@
-"""What stays the same while a plan's segments are made: home, and how the rest of each tier is divided.
+"""Hold what is fixed while a plan's segments are made: home slots, and the division of each tier's rest.
 
-With several processes the compute tier's arena has three zones: shards, gathered groups, and the scratch of
-reduce-scatters. Their sizes differ too much to share addresses. Slots there are a little larger than need be, so that
-groups of nearly the same size (layers with and without a bias, an embedding) can follow each other exactly.
+With several processes the compute tier's arena has three zones: shards, gathered groups, and the scratch memory of
+reduce-scatters. Their sizes differ too much to share addresses. Slots there are slightly larger than necessary. So
+groups of nearly the same size (layers with and without a bias, an embedding) can replace each other exactly.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from enum import StrEnum
 
 from ps_core._plan import Held, Tier
 from ps_core._planner.arena import Arena
+from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.placement import Placement, lay_home
-from ps_core._planner.policy import Policy
 from ps_core._program import STATES, Extent, Kind, Program, SegmentName
 from ps_core._units import align_up
 
@@ -21,7 +21,7 @@ _SIZE_CLASSES = 32
 
 
 class NoRoom(Exception):
-    """A placement leaves too little room on a tier; the search tries another."""
+    """Say that a placement leaves too little room on a tier; the search tries another."""
 
     def __init__(self, tier: int, visit: int, needed_bytes: int) -> None:
         super().__init__(f"tier {tier}, moment {visit}: no room for {needed_bytes} bytes")
@@ -31,7 +31,7 @@ class NoRoom(Exception):
 
 
 class Zone(StrEnum):
-    """The parts of a tier outside home."""
+    """Name the parts of a tier outside home slots."""
 
     MAIN = "main"
     GATHERED = "gathered"
@@ -65,7 +65,7 @@ class Frame:
     """Slots on the compute tier are multiples of these: for shards, for gathered groups."""
 
     def arenas(self, segment: SegmentName) -> dict[tuple[int, Zone], Arena]:
-        """Fresh arenas for one segment: the compute tier leaves non-model bytes free if the segment runs moments."""
+        """Make new arenas for one segment; if it runs moments, the compute tier leaves non-model bytes free."""
         bottoms = self.home_ends
         arenas = {
             (tier, Zone.MAIN): Arena(bottoms[tier], row.capacity_bytes & -128) for tier, row in enumerate(self.tiers)
@@ -79,12 +79,12 @@ class Frame:
         return arenas
 
     def zone(self, extent: Extent, tier: int) -> Zone:
-        """Where on a tier an extent's slots come from."""
+        """Return the zone of a tier that an extent's slots come from."""
         alone = tier > 0 or self.program.ranks == 1
         return Zone.MAIN if alone else _ZONES.get(extent.kind, Zone.MAIN)
 
     def slot_bytes(self, extent: Extent, tier: int) -> int:
-        """Bytes of a slot for the extent outside home."""
+        """Return the bytes of a slot for the extent outside home."""
         size = self.program.bytes_of(extent)
         if tier or extent.kind in (Kind.ACT, Kind.WIRE, Kind.P32, *STATES, Kind.ACC):
             return size
@@ -94,7 +94,7 @@ class Frame:
 def make_frame(
     program: Program, tiers: tuple[Tier, ...], placement: Placement, policy: Policy = Policy.BELADY
 ) -> Frame:
-    """Fix home and the arenas; `NoRoom` if home alone is too large for a tier."""
+    """Fix home slots and arenas; raise `NoRoom` if home slots alone exceed a tier."""
     home, ends = lay_home(program, placement, tiers)
     visits = program.segment_visits(_longest(program))
     peak = max((visit.nonmodel_bytes for visit in visits), default=0)
@@ -124,7 +124,7 @@ def make_frame(
 
 
 def _longest(program: Program) -> SegmentName:
-    """The segment whose needs include the others'."""
+    """Return the segment whose needs include those of all others."""
     return SegmentName.MICRO_LAST if program.training else SegmentName.EVAL
 
 
@@ -135,10 +135,10 @@ def _classes(program: Program) -> tuple[int, int]:
 
 
 def _gathered(program: Program, placement: Placement, arena: int, classes: tuple[int, int]) -> tuple[int, bool]:
-    """How much of the compute tier's arena is for gathered groups, and whether that allows gathering ahead.
+    """Return the bytes of the compute tier's arena for gathered groups, and whether they allow gathering ahead.
 
-    Shards are small and dear (they cross the link), gathered groups large and cheap: all shards that live below stay
-    where there is room for them, and what is over keeps groups gathered from forward to backward.
+    Shards are small, and expensive because they cross the link. Gathered groups are large and cheap. So all shards from
+    below stay if there is room for them. The remaining bytes keep groups gathered from forward to backward.
     """
     if program.ranks == 1:
         return 0, False
@@ -155,7 +155,9 @@ def _gathered(program: Program, placement: Placement, arena: int, classes: tuple
 
 
 def _gathered_needs(program: Program, size_class: int) -> tuple[int, int]:
-    """Bytes of gathered groups at once: at the least, and with the next moment's gathered ahead."""
+    """Return the most bytes of gathered groups at once: the least possible, and with the next moment's gathered
+    ahead.
+    """
     segment = _longest(program)
     least = deep = 0
     before: set[Extent] = set()

@@ -1,1 +1,1 @@
-"""A plan on real bytes: single precision in pure Python, several processes, every order a plan allows."""
+"""Execute a plan on real bytes: in pure Python, on several simulated processes, in every order that it allows."""

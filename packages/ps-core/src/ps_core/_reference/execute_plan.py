@@ -1,8 +1,8 @@
-"""The reference: executes a plan on real bytes, in any order the plan allows.
+"""Execute a plan on real bytes, in any order the plan allows, as a reference.
 
-Simulated processes share nothing but collectives. What completes next is chosen among everything that `after` and the
-queues allow, by a seeded generator or by always preferring moves, or computation; see [Note: what a plan means] in
-`_plan`. Whatever the order, the result must equal that of `train_unconstrained`, bit for bit.
+Simulated processes share nothing but collectives. The next instruction to complete is any that `after` and the queues
+allow. A seeded generator chooses it, or moves are preferred, or computation; see [Note: what a plan means] in `_plan`.
+In every order the result must equal that of `train_unconstrained`, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ps_core._plan import (
 )
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
 from ps_core._reference.floats import Floats, pack
-from ps_core._reference.lifecycle import Lifecycle
 from ps_core._reference.operations import carry_out, gather, reduce_scatter
 from ps_core._reference.process_memory import Range, slot_ranges
 from ps_core._reference.simulated_process import Leg, Process
+from ps_core._reference.state_lifecycle import Lifecycle
 from ps_core._reference.training_rules import Decision, Network, Scaler, Trained, Training, check_network
 
 
 class Order(StrEnum):
-    """Which of the instructions that may complete next does."""
+    """Name how the next instruction to complete is chosen."""
 
     RANDOM = "random"
     EARLIEST = "earliest"
@@ -61,7 +61,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """How a plan is executed."""
+    """Options of executing a plan."""
 
     order: Order = Order.RANDOM
     seed: int = 0
@@ -73,14 +73,14 @@ class Execution:
 def execute(
     network: Network, program: Program, plan: Plan, training: Training, execution: Execution | None = None
 ) -> Trained:
-    """Train by the plan; `PlanMismatch` or `IllegalTransition` where the plan does not hold."""
+    """Train by the plan; raise `PlanMismatch` or `IllegalTransition` if the plan is wrong."""
     check_network(network, program)
     return _Reference(network, program, plan, training, execution or Execution()).train()
 
 
 @dataclass(slots=True)
 class _Flight:
-    """One segment on its way through one process."""
+    """One segment that is running on one process."""
 
     leg: Leg
     queues: dict[Queue, deque[Instr]]
@@ -152,7 +152,7 @@ class _Reference:
         return decision
 
     def _launch(self, name: SegmentName, iteration: int, micro: int, decision: Decision | None = None) -> None:
-        """Begin a segment on every process, once there is at most one other on its way (none without overlap)."""
+        """Begin a segment on every process, once at most one other is running (none without overlap)."""
         self._land(1 if self.execution.overlap else 0)
         leg = Leg(
             serial=len(self.legs),
@@ -182,7 +182,7 @@ class _Reference:
         return touched
 
     def _land(self, most: int) -> None:
-        """Go on until at most so many segments are on their way."""
+        """Continue until at most ``most`` segments are running."""
         while max(map(len, self.flights)) > most:
             self._complete_one()
 
@@ -209,7 +209,7 @@ class _Reference:
         self._sweep()
 
     def _choices(self) -> Iterator[tuple[int, int, Instr]]:
-        """What may complete now: process, place of the segment among its flights, instruction."""
+        """Yield what may complete now: process, index of the segment among those running, instruction."""
         heads = [list(self._heads(rank)) for rank in range(self.program.ranks)]
         for rank, rows in enumerate(heads):
             for place, instr in rows:
@@ -218,7 +218,7 @@ class _Reference:
                     yield rank, place, instr
 
     def _met(self, place: int, instr: Instr, heads: list[list[tuple[int, Instr]]]) -> bool:
-        """Whether every other process has come to the same collective."""
+        """Return True if every other process has reached the same collective."""
         serial = self.flights[0][place].leg.serial
         return all(
             any(found is instr and self.flights[rank][other].leg.serial == serial for other, found in rows)
@@ -272,7 +272,7 @@ class _Reference:
             )
 
     def _sweep(self) -> None:
-        """Take segments that are complete off the lists, and check how they ended."""
+        """Remove segments that are complete, and check how they ended."""
         for rank, flights in enumerate(self.flights):
             while flights and not flights[0].left:
                 self._check_end(self.processes[rank], flights.pop(0).leg)
@@ -284,7 +284,7 @@ class _Reference:
         process.lifecycle.end(leg.name)
 
     def _check_home(self, process: Process, leg: Leg) -> None:
-        """Home in place, with what the segment must leave there, and nothing else."""
+        """Check that home slots are in place with what the segment must leave there, and that no other slot exists."""
         if len(process.bank.slots) != len(self.plan.home):
             raise PlanMismatch(
                 f"{leg.name.value} ends with {len(process.bank.slots)} slots, not {len(self.plan.home)} of home"
@@ -322,13 +322,13 @@ class _Reference:
         )
 
     def _state(self, kind: Kind, tensor: int) -> Floats:
-        """A tensor's optimizer state; zeros where the program has none of this kind."""
+        """Return a tensor's optimizer state; zeros if the program has none of this kind."""
         if kind in self.program.state_kinds:
             return self._tensor(kind, tensor)
         return array("f", bytes(4 * self.program.trace.tensors[tensor].numel))
 
     def _tensor(self, kind: Kind, tensor: int) -> Floats:
-        """A tensor's values put together from every process's home."""
+        """Return a tensor's values, put together from every process's home slots."""
         group = self.program.layout.groups[self.program.layout.group_of[tensor]]
         extent, whole = Extent(kind, group.index), array("f")
         held = next(held for held in self.plan.home if held.extent == extent)
@@ -339,7 +339,7 @@ class _Reference:
 
 
 def _collide(flight: _Flight, instr: Instr, older: _Flight) -> bool:
-    """Whether an older segment has yet to touch bytes that an instruction touches."""
+    """Return True if an older segment has yet to touch bytes that an instruction touches."""
     mine = flight.left[instr.id]
     return any(
         a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for theirs in older.left.values() for b in theirs for a in mine

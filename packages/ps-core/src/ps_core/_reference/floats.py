@@ -1,9 +1,10 @@
-"""IEEE arithmetic in pure Python: single precision, bfloat16 and half, bit for bit.
+"""Compute IEEE arithmetic in pure Python: single precision, bfloat16 and half, bit for bit.
 
 [Note: rounding twice]
-Python computes in double precision. Rounding a double result of one +, -, *, / or square root of singles to single
-gives exactly the single-precision result (53 >= 2 * 24 + 2 bits), denormal results included. So each operation here is
-one Python expression, rounded once by storing it in an ``array('f')``. 16-bit values are rounded from singles.
+Python computes in double precision. A double result of one +, -, *, / or square root of singles may be rounded to
+single. That gives exactly the single-precision result (53 >= 2 * 24 + 2 bits), denormal results included. So each
+operation here is one Python expression, rounded once by storing it in an ``array('f')``. Values of 16 bits are rounded
+from singles.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ _WORD = next(code for code in "IL" if array(code).itemsize == 4)
 
 
 def singles(values: Iterable[float]) -> Floats:
-    """The values rounded to single precision, to nearest even; too large becomes infinite."""
+    """Return the values rounded to single precision, to nearest even; too large becomes infinite."""
     return array("f", values)
 
 
 def single(value: float) -> float:
-    """One value rounded to single precision."""
+    """Return one value rounded to single precision."""
     return array("f", (value,))[0]
 
 
 def quotient(numerator: float, denominator: float) -> float:
-    """Division as IEEE defines it: by zero gives an infinity or not-a-number, never an exception."""
+    """Divide as IEEE defines it: by zero gives an infinity or not-a-number, never an exception."""
     if denominator:
         return numerator / denominator
     if numerator == 0 or math.isnan(numerator):
@@ -46,17 +47,17 @@ def quotient(numerator: float, denominator: float) -> float:
 
 
 def root(value: float) -> float:
-    """The square root; not-a-number below zero."""
+    """Return the square root; not-a-number below zero."""
     return math.sqrt(value) if value >= 0 else math.nan
 
 
 def add(left: Floats, right: Floats) -> Floats:
-    """Elementwise sum, each rounded."""
+    """Add element by element, each sum rounded."""
     return array("f", [a + b for a, b in zip(left, right, strict=True)])
 
 
 def scale(values: Floats, factor: float) -> Floats:
-    """Elementwise product with one single, each rounded."""
+    """Multiply each element by one single, each product rounded."""
     return array("f", [value * factor for value in values])
 
 
@@ -65,7 +66,7 @@ def _bits(values: Floats) -> array[int]:
 
 
 def to_bf16(values: Floats) -> array[int]:
-    """Singles rounded to bfloat16, as 16-bit patterns: nearest even; not-a-number stays so, and is quiet."""
+    """Round singles to bfloat16, as 16-bit patterns: to nearest even; not-a-number stays, and is quiet."""
     return array(
         "H",
         [
@@ -76,7 +77,7 @@ def to_bf16(values: Floats) -> array[int]:
 
 
 def from_bf16(patterns: Iterable[int]) -> Floats:
-    """The singles that bfloat16 patterns stand for."""
+    """Return the singles with these bfloat16 patterns."""
     made = array("f")
     made.frombytes(array(_WORD, [pattern << 16 for pattern in patterns]).tobytes())
     return made
@@ -90,7 +91,7 @@ def _half(value: float) -> bytes:
 
 
 def pack(values: Floats, precision: Precision) -> bytes:
-    """Singles as little-endian bytes of the given precision, rounded to nearest even."""
+    """Return singles as little-endian bytes of the given precision, rounded to nearest even."""
     if precision is Precision.FP16:
         try:
             return struct.pack(f"<{len(values)}e", *values)
@@ -102,7 +103,7 @@ def pack(values: Floats, precision: Precision) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview, precision: Precision) -> Floats:
-    """The singles that little-endian bytes of the given precision stand for."""
+    """Return the singles with these little-endian bytes of the given precision."""
     if precision is Precision.FP16:
         return array("f", struct.unpack(f"<{len(data) // 2}e", data))
     if precision is Precision.BF16:
@@ -121,12 +122,12 @@ def _little(values: Values, order: str = sys.byteorder) -> Values:
 
 
 def rounded(values: Floats, precision: Precision) -> Floats:
-    """Singles rounded to what the precision can hold."""
+    """Round singles to values of the precision."""
     return values if precision is Precision.FP32 else unpack(pack(values, precision), precision)
 
 
 def all_finite(values: Sequence[float]) -> bool:
-    """Whether no value is infinite or not-a-number."""
+    """Return True if no value is infinite or not-a-number."""
     return all(map(math.isfinite, values))
 
 
@@ -135,10 +136,10 @@ SQUARE_EXPONENT = 298
 
 
 def square_sum(values: Iterable[float]) -> int:
-    """The exact sum of squares of finite singles, in units of 2 ** -298; so no order of adding them matters."""
+    """Return the exact sum of squares of finite singles, in units of 2 ** -298; any order gives the same."""
     return sum(int(math.ldexp(value, SQUARE_EXPONENT // 2)) ** 2 for value in values)
 
 
 def norm_of(square_sums: int) -> float:
-    """The Euclidean norm that a sum of `square_sum` results stands for."""
+    """Return the Euclidean norm of a sum of `square_sum` results."""
     return math.sqrt(math.ldexp(float(square_sums), -SQUARE_EXPONENT))

@@ -1,4 +1,4 @@
-"""What each instruction does to the bytes of a process, or of all processes."""
+"""Carry out each instruction on the bytes of one process, or of all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ps_core._reference.training_rules import Call, Outcome, contribute, measure
 
 
 def carry_out(process: Process, leg: Leg, op: Op) -> None:
-    """Do one instruction that concerns one process alone."""
+    """Carry out an instruction that concerns one process only."""
     match op:
         case Reserve():
             process.bank.reserve(process.key(leg, op.slot), op)
@@ -110,7 +110,7 @@ def _run(process: Process, leg: Leg, op: Run) -> None:
 
 
 def _check_held(process: Process, leg: Leg, uses: Sequence[Use], slots: Mapping[Extent, Slot]) -> None:
-    """Raise if an extent has moved since the moment before, although its memory was still referenced."""
+    """Raise if an extent has moved since the moment before, although its memory is still referenced."""
     for use in uses:
         slot, moves = process.used.get(use.extent, (None, 0))
         here = slots[use.extent]
@@ -149,7 +149,7 @@ def _call(process: Process, leg: Leg, visit: Visit, slots: Mapping[Extent, Slot]
 
 
 def _absorb(process: Process, leg: Leg, visit: Visit, outcome: Outcome, slots: Mapping[Use, Slot]) -> None:
-    """Put what a moment brought about where it belongs."""
+    """Store a moment's results."""
     program, training = process.program, process.training
     process.saved = outcome.saved
     if outcome.loss is not None:
@@ -174,7 +174,7 @@ def _absorb(process: Process, leg: Leg, visit: Visit, outcome: Outcome, slots: M
 
 
 def _gain(process: Process, visit: Visit, where: tuple[Slot, Extent, int], arrived: Mapping[int, Floats]) -> None:
-    """Add what arrived for the n-th tensor of a group to its gradient, or keep it aside while the payload is needed."""
+    """Add a gradient for the n-th tensor of a group, or keep it apart while the weight is still needed."""
     program, (slot, extent, place) = process.program, where
     group, precision = program.layout.groups[extent.index], program.precision
     tensor, offset = group.tensors[place], group.offsets[place]
@@ -199,7 +199,7 @@ def _gain(process: Process, visit: Visit, where: tuple[Slot, Extent, int], arriv
 
 
 def _complete(process: Process, group: int) -> int:
-    """K, the version of a complete gradient."""
+    """Return K, the version of a complete gradient."""
     return len(process.program.gradient_visits[group])
 
 
@@ -238,10 +238,10 @@ _STEPPED = (Kind.P32, Kind.M, Kind.V)
 
 
 def _step(process: Process, leg: Leg, op: Step) -> None:
-    """Every element of the chunk by its own tensor's settings; padding stays zero.
+    """Step every element of the chunk by its own tensor's settings; padding stays zero.
 
-    The optimizers here have a momentum and a variance at most. What the program has less of is zeros before each step,
-    and what it has more of stays as it is.
+    The optimizers here have a momentum and a variance at most. States that the program lacks are zeros before each
+    step. Further states of the program stay as they are.
     """
     program, decision = process.program, leg.decision
     if decision is None or decision.skip:
@@ -284,7 +284,7 @@ def _cast(process: Process, leg: Leg, op: Cast) -> None:
 
 
 def gather(processes: Sequence[Process], leg: Leg, op: Gather) -> None:
-    """Every process's shard to every process."""
+    """Copy every process's shard to every process."""
     program = processes[0].program
     shard, full = Extent(program.weight, op.group), Extent(Kind.FULL, op.group)
     whole = array("f")
@@ -297,7 +297,7 @@ def gather(processes: Sequence[Process], leg: Leg, op: Gather) -> None:
 
 
 def reduce_scatter(processes: Sequence[Process], leg: Leg, op: ReduceScatter) -> None:
-    """Each process sends every other its part in the weights' precision, and sums what it gets in rank order."""
+    """Send each process its part in the weights' precision; each sums what it receives in rank order."""
     program = processes[0].program
     version = _complete(processes[0], op.group)
     target = Extent(program.weight if program.overwrites else Kind.RGRAD, op.group)

@@ -1,8 +1,8 @@
-"""Optimizer steps in single precision, in one fixed order of operations that every backend follows.
+"""Step an optimizer in single precision, in one fixed order of operations that every backend follows.
 
 [Note: order of operations]
-Everything is rounded to single after each operation; fma(a, b, c) is a * b + c rounded once. Constants are computed in
-double and rounded once.
+Each operation's result is rounded to single. fma(a, b, c) is a * b + c rounded once. Constants are computed in double
+and rounded once.
 
     g     = grad * grad_scale
     g     = fma(weight_decay, p, g)                     (weight decay that is not decoupled)
@@ -31,7 +31,7 @@ from ps_core._reference.floats import Floats, add, quotient, root, single
 def step_run(
     optimizer: Optimizer, step: int, grad_scale: float, p: Floats, m: Floats, v: Floats, grad: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """One step (counted from 1) of a run of elements: the new parameters, momenta and variances."""
+    """Step a run of elements (``step`` counts from 1); return the new parameters, momenta and variances."""
     if step < 1:
         raise InvalidInput(f"optimizer steps are counted from 1, found {step}")
     lr, decay = optimizer.lr, optimizer.weight_decay
@@ -50,7 +50,7 @@ def step_run(
 def step_one(
     optimizer: Optimizer, step: int, grad_scale: float, p: float, m: float, v: float, grad: float
 ) -> tuple[float, float, float]:
-    """One step of one element."""
+    """Step one element."""
     runs = step_run(optimizer, step, grad_scale, *(array("f", (x,)) for x in (p, m, v, grad)))
     return runs[0][0], runs[1][0], runs[2][0]
 
@@ -60,10 +60,11 @@ def _f32(values: Iterable[float]) -> Floats:
 
 
 def multiply_add(a: float, b: float, c: float) -> float:
-    """``a * b + c`` of singles as a double that rounds to the single nearest to the exact value.
+    """Return ``a * b + c`` of singles as a double that rounds to the single nearest to the exact value.
 
-    The product is exact and the sum is rounded to odd: where it is inexact and even, it moves by one bit towards the
-    exact value, so it never looks halfway between two singles when it is not. [Note: rounding twice] does the rest.
+    The product is exact and the sum is rounded to odd. An inexact, even sum is moved by one bit towards the exact
+    value. So it never appears to lie halfway between two singles when it does not. [Note: rounding twice] explains the
+    rest.
     """
     product = a * b
     total = product + c

@@ -1,4 +1,4 @@
-"""Training as it would be with memory without end: the oracle every planned execution must equal bit for bit."""
+"""Train with unlimited memory: every planned execution must equal the result bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ps_core._trace import Phase
 
 
 def train_unconstrained(network: Network, program: Program, training: Training) -> Trained:
-    """Train with every payload in a place of its own.
+    """Train with separate memory for every extent.
 
     Of the program only precision, processes, micro-batches and whether it trains matter; its groups do not.
     """
@@ -98,7 +98,7 @@ class _Oracle:
                 rows[tensor] = values
 
     def _pass(self, iteration: int, micro: int, rank: int, losses: list[float]) -> dict[int, Floats]:
-        """All moments (an evaluation's for micro-batch -1) of one process; the gradients."""
+        """Run all moments (an evaluation's for micro-batch -1) on one process; return the gradients."""
         learns = micro >= 0
         batch = self.training.batch(iteration, micro, rank)
         gradients: dict[int, Floats] = {}

@@ -1,4 +1,4 @@
-"""One process's memory as bytes: tiers, slots, non-model bytes; freed bytes are poisoned, stale contents refused."""
+"""Simulate one process's memory as bytes: freed bytes are poisoned, reads of stale contents are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SlotKey: TypeAlias = tuple[int, int]
 
 
 class Tag(NamedTuple):
-    """What a slot holds: an extent's version, as a segment counts it."""
+    """Say what a slot holds: an extent's version, as a segment counts it."""
 
     extent: Extent
     version: int
@@ -27,7 +27,7 @@ class Tag(NamedTuple):
 
 @dataclass(slots=True)
 class Slot:
-    """A range of one tier, and what is in it (None: poison)."""
+    """A range of one tier, and its contents (None: poison)."""
 
     tier: int
     offset: int
@@ -50,17 +50,17 @@ class Bank:
             self.slots[-1, number] = Slot(held.tier, held.offset, held.bytes)
 
     def used_bytes(self, tier: int) -> int:
-        """Bytes of the tier's slots."""
+        """Return the bytes of the tier's slots."""
         return sum(slot.bytes for slot in self.slots.values() if slot.tier == tier)
 
     def slot(self, key: SlotKey) -> Slot:
-        """A slot that exists."""
+        """Return an existing slot."""
         if key not in self.slots:
             raise PlanMismatch(f"slot {key[1]} is used while it is not reserved")
         return self.slots[key]
 
     def reserve(self, key: SlotKey, op: Reserve) -> None:
-        """Take a fresh range."""
+        """Reserve a range."""
         if key in self.slots or not 0 <= op.tier < len(self.tiers):
             raise PlanMismatch(f"slot {op.slot} cannot be reserved (again, or on tier {op.tier})")
         self._own(op.tier, op.offset, op.bytes)
@@ -73,26 +73,26 @@ class Bank:
         return None
 
     def home(self, held: Held) -> Slot:
-        """The slot that takes just a home's place, whatever its number."""
+        """Return the slot that takes exactly a home slot's range, under any number."""
         key = self._at_home(held)
         if key is None:
             raise PlanMismatch(f"the home of {held.extent.kind.value} of {held.extent.index} is not in place")
         return self.slots[key]
 
     def claim(self, key: SlotKey, held: Held) -> None:
-        """Let a segment have a home slot, which an earlier one may have left under another number."""
+        """Give a segment a home slot, which an earlier segment may have left under another number."""
         there = self._at_home(held)
         if there is not None:
             self.slots[key] = self.slots.pop(there)
 
     def release(self, key: SlotKey) -> None:
-        """Give a range back, poisoned."""
+        """Release a range, and poison it."""
         slot = self.slot(key)
         self._poison(slot.tier, slot.offset, slot.bytes)
         del self.slots[key]
 
     def shift(self, key: SlotKey, op: Shift) -> None:
-        """Move a slot within its tier, poisoning what it leaves."""
+        """Move a slot within its tier, and poison the bytes that it leaves."""
         slot = self.slot(key)
         self._own(slot.tier, op.offset, slot.bytes, but=slot)
         data = bytes(self.view(slot))
@@ -102,11 +102,11 @@ class Bank:
         self.view(slot)[:] = data
 
     def view(self, slot: Slot) -> memoryview:
-        """A slot's bytes."""
+        """Return a slot's bytes."""
         return memoryview(self._bytes[slot.tier])[slot.offset : slot.offset + slot.bytes]
 
     def rise(self, nonmodel_bytes: int) -> None:
-        """Let non-model data have the top of the compute tier, destroying what it finds there; or less of it."""
+        """Set the size of the range for non-model data at the top of the compute tier; its contents are destroyed."""
         start = self.tiers[0].capacity_bytes - nonmodel_bytes
         if start < 0:
             raise PlanMismatch(f"{nonmodel_bytes} non-model bytes do not fit {self.tiers[0].name}")
@@ -121,7 +121,7 @@ class Bank:
         self._bytes[tier][offset : offset + count] = bytes([POISON]) * count
 
     def _own(self, tier: int, offset: int, count: int, but: Slot | None = None) -> None:
-        """Check that a range may be owned: within the budget, and nobody else's."""
+        """Check that a range may be owned: it is within the budget, and has no other owner."""
         end, name = offset + count, self.tiers[tier].name
         top = self.tiers[tier].capacity_bytes - (self.tide_bytes if tier == 0 else 0)
         if offset < 0 or count < 0 or end > top:
@@ -132,7 +132,7 @@ class Bank:
 
 
 def used_extents(plan: Plan) -> list[int]:
-    """For each tier, the end of the highest address the plan ever uses, within the budget."""
+    """Return, for each tier, the end of the highest address that the plan ever uses, within the budget."""
     ends = [0] * len(plan.tiers)
     for tier, _, end in ranges_of(plan.home):
         ends[tier] = max(ends[tier], end)
@@ -148,12 +148,12 @@ Range: TypeAlias = tuple[int, int, int]
 
 
 def ranges_of(home: Iterable[Held]) -> Iterator[Range]:
-    """The ranges of home slots."""
+    """Return the ranges of home slots."""
     return ((held.tier, held.offset, held.offset + held.bytes) for held in home)
 
 
 def slot_ranges(plan: Plan, instrs: Iterable[Instr]) -> dict[int, list[Range]]:
-    """Every range each slot occupies at some time in a segment; only ranges on tiers there are."""
+    """Return every range that each slot occupies at some time in a segment; only on existing tiers."""
     found = {number: [row] for number, row in enumerate(ranges_of(plan.home))}
     sizes = {number: held.bytes for number, held in enumerate(plan.home)}
     for instr in instrs:

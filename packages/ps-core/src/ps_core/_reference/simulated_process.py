@@ -1,4 +1,4 @@
-"""One simulated process: its memory, what its slots hold, and what it remembers between instructions."""
+"""Simulate one process: its memory, its slots' contents, and what it remembers between instructions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ps_core._errors import PlanMismatch
 from ps_core._plan import Plan
 from ps_core._program import STATES, Extent, Kind, Precision, Program, SegmentName
 from ps_core._reference.floats import Floats, pack, unpack
-from ps_core._reference.lifecycle import Lifecycle
 from ps_core._reference.process_memory import Bank, Slot, SlotKey, Tag
+from ps_core._reference.state_lifecycle import Lifecycle
 from ps_core._reference.training_rules import Decision, Network, Saved, Training, last_reads
 
 FP32 = Precision.FP32
@@ -18,7 +18,7 @@ FP32 = Precision.FP32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
-    """One segment of the run: which it is, and whose data it works on."""
+    """One segment of the run, and the micro-batch whose data it uses."""
 
     serial: int
     name: SegmentName
@@ -72,7 +72,7 @@ class Process:
     # Contents.
 
     def initial(self, extent: Extent) -> bytes:
-        """What an extent holds before anything has run."""
+        """Return what an extent holds before anything has run."""
         kind, index = extent
         if kind in STATES:
             return bytes(self.program.bytes_of(extent))
@@ -85,11 +85,11 @@ class Process:
         return pack(values[start : start + group.shard_numel], self.precision(kind))
 
     def precision(self, kind: Kind) -> Precision:
-        """What a kind of payload is stored in."""
+        """Return the precision that a kind of data is stored in."""
         return FP32 if kind in (Kind.P32, *STATES, Kind.ACC, Kind.RGRAD) else self.program.precision
 
     def key(self, leg: Leg, slot: int) -> SlotKey:
-        """A slot of a leg's segment among all slots."""
+        """Return the key of a leg's slot among all slots."""
         key = (leg.serial, slot)
         if slot < len(self.plan.home) and key not in self.claimed:
             self.claimed.add(key)
@@ -97,7 +97,7 @@ class Process:
         return key
 
     def holding(self, leg: Leg, number: int, extent: Extent, version: int | None, tier: int | None = None) -> Slot:
-        """A slot that must hold just this (version None: anything), on this tier if one is named."""
+        """Return a slot; raise unless it holds this version (None: any) and is on this tier (None: any)."""
         slot = self.bank.slot(self.key(leg, number))
         if tier is not None and slot.tier != tier:
             raise PlanMismatch(f"{leg.name.value}: slot {number} is on tier {slot.tier}, expected {tier}")
@@ -105,7 +105,7 @@ class Process:
         return slot
 
     def check(self, leg: Leg, slot: Slot, extent: Extent, version: int | None) -> None:
-        """`PlanMismatch` unless a slot has room for an extent, and holds this version of it (None: anything)."""
+        """Raise `PlanMismatch` unless a slot has room for an extent, and holds this version of it (None: any)."""
         where = f"process {self.rank}, {leg.name.value}, slot at {slot.offset} of tier {slot.tier}"
         if slot.bytes < self.program.bytes_of(extent):
             raise PlanMismatch(f"{where}: too small for {extent.kind.value} of {extent.index}")
@@ -115,7 +115,7 @@ class Process:
             raise PlanMismatch(f"{where}: expected {wanted}, found {found or 'poison'}")
 
     def _as_seen_by(self, serial: int, tag: Tag) -> tuple[Extent, int] | None:
-        """What a slot written in an earlier segment holds as a later one counts versions."""
+        """Return an earlier segment's contents of a slot with the versions that a later one counts."""
         version: int | None = tag.version
         for earlier in range(tag.serial, serial):
             if self.program.exit(self.legs[earlier]).get(tag.extent) != version:
@@ -124,11 +124,11 @@ class Process:
         return None if version is None else (tag.extent, version)
 
     def read(self, slot: Slot, extent: Extent) -> Floats:
-        """The values of an extent that a slot holds."""
+        """Return the values of an extent that a slot holds."""
         return unpack(self.bank.view(slot)[: self.program.bytes_of(extent)], self.precision(extent.kind))
 
     def write(self, leg: Leg, slot: Slot, extent: Extent, version: int, values: Floats | None = None) -> None:
-        """Note what a slot now holds, and put it there unless that is done."""
+        """Note what a slot holds from now on, and write the values if they are given."""
         if values is not None:
             self.put(slot, extent.kind, 0, values)
         slot.tag = Tag(extent, version, leg.serial)
@@ -140,14 +140,14 @@ class Process:
         self.bank.view(slot)[start : start + len(data)] = data
 
     def begin(self, leg: Leg) -> None:
-        """A pass over the moments begins with nothing saved."""
+        """Begin a pass over the moments with nothing saved."""
         self.running = leg.serial
         self.saved, self.aside, self.over, self.used = {}, {}, set(), {}
         if leg.name is not SegmentName.EVAL:
             self.parts.clear()
 
     def pieces(self, group: int) -> list[tuple[int, int, int]]:
-        """The tensors of this process's shard: each with its first element in the shard, and the one after its last."""
+        """Return the tensors of this process's shard: each with its first element in the shard and its end."""
         row = self.program.layout.groups[group]
         first = self.rank * row.shard_numel
         found = []

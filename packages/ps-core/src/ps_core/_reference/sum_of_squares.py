@@ -1,11 +1,11 @@
-"""The sum of squares as an engine on real hardware reckons it: in single precision, in one fixed order.
+"""Compute the sum of squares as an engine on real hardware does: in single precision, in one fixed order.
 
-The executor of this package sums squares exactly (`floats.square_sum`), so that no order can be seen in a bit. What
-runs on arrays rounds each sum, in the order that ps-kernels keeps; here is the same in plain Python, to compare with.
+The executor of this package sums squares exactly (`floats.square_sum`), so that no order changes a bit. Code for arrays
+rounds each sum, in the order that ps-kernels keeps. This module does the same in plain Python, for comparison.
 
 [Note: order of squares]
-Zeros fill up a last block of 65,536. A block is 16 groups of 16 rows of 256. A group's rows are added to its first,
-one after another, then halves are added until 16 sums are left; a block's 256 sums are halved until one is left. The
+Zeros fill up a last block of 65,536. A block is 16 groups of 16 rows of 256. A group's rows are added to its first, one
+after another. Then halves are added until 16 sums are left. A block's 256 sums are halved until one is left. The
 blocks' sums, with zeros up to a power of two, are halved likewise. Each square and each sum is rounded to single.
 """
 
@@ -18,7 +18,7 @@ _GROUP, _BLOCK = _ROWS * _LANES, 1 << 16
 
 
 def single_square_sum(values: Floats) -> float:
-    """The sum of squares of singles, rounded in the order of [Note: order of squares]."""
+    """Return the sum of squares of singles, rounded in the order of [Note: order of squares]."""
     sums = singles(_block(values[start : start + _BLOCK]) for start in range(0, len(values), _BLOCK))
     size = 1 << max(len(sums) - 1, 0).bit_length()
     return _halved(sums + singles([0.0] * (size - len(sums))), 1)[0]
@@ -36,7 +36,7 @@ def _block(values: Floats) -> float:
 
 
 def _halved(sums: Floats, until: int) -> Floats:
-    """The upper half added to the lower, again and again."""
+    """Add the upper half to the lower, again and again, until ``until`` sums are left."""
     while len(sums) > until:
         half = len(sums) // 2
         sums = add(sums[:half], sums[half:])

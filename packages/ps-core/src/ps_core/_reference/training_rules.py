@@ -1,9 +1,9 @@
-"""The mathematics of training that no plan may change: what a network is, how gradients add up, when a step is taken.
+"""Define the mathematics of training that no plan may change: networks, sums of gradients, decisions to step.
 
 [Note: why placement cannot change the result]
-Every operation is elementwise with one fixed order of operands, or an exact sum: contributions to a gradient are added
-in the order of the moments and rounded to the weights' precision each time, processes are summed in rank order in fp32,
-and squares are summed exactly. So neither the cut into groups and shards nor the order of moves can be seen in a bit.
+Every operation is elementwise with one order of operands, or an exact sum. Contributions to a gradient are added in the
+order of the moments and rounded to the weights' precision each time. Processes are summed in rank order in fp32.
+Squares are summed exactly. So neither the cut into groups and shards nor the order of moves changes a bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Saved: TypeAlias = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Everything a moment may look at."""
+    """Hold everything that a moment may read."""
 
     moment: int
     weights: Mapping[int, Floats]
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Everything a moment brings about."""
+    """Hold everything that a moment produces."""
 
     grads: Mapping[int, Floats] = field(default_factory=dict)
     activations: Mapping[int, bytes] = field(default_factory=dict)
@@ -51,14 +51,14 @@ class Outcome:
 
 
 class Network(Protocol):
-    """Something that can be trained. Each moment is a pure function of its `Call`."""
+    """Protocol of what can be trained. Each moment is a pure function of its `Call`."""
 
     @property
     def trace(self) -> Trace:
-        """What the moments read, change, make and take."""
+        """Return what the moments read, change, make and take."""
 
     def initial(self, tensor: int) -> Floats:
-        """A tensor's first value, unrounded."""
+        """Return a tensor's first value, unrounded."""
 
     def run(self, call: Call) -> Outcome:
         """Run one moment."""
@@ -66,7 +66,7 @@ class Network(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How a network is trained: data, optimizer, clipping, loss scale, and what is to go wrong."""
+    """Say how a network is trained: data, optimizer, clipping, loss scale, and simulated failures."""
 
     batch: Callable[[int, int, int], bytes]
     """Data of an iteration, micro-batch and process. Evaluations take micro-batch -1."""
@@ -89,7 +89,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What came of it; two runs of the same training are equal in every field, bit for bit."""
+    """The result of a training; two runs of the same training are equal in every field, bit for bit."""
 
     losses: tuple[float, ...]
     """By iteration, micro-batch and process."""
@@ -109,7 +109,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows from an iteration's gradients: the factor they are to be taken with, or no step at all."""
+    """The consequence of an iteration's gradients: a factor for them, or no step."""
 
     grad_scale: float
     skip: bool
@@ -120,7 +120,7 @@ class Decision:
 
 @dataclass(slots=True)
 class Scaler:
-    """Clipping by the global norm, dynamic loss scale, and the count of steps."""
+    """Clip by the global norm, adapt the loss scale, and count steps."""
 
     training: Training
     precision: Precision
@@ -133,7 +133,7 @@ class Scaler:
             self.loss_scale = self.training.loss_scale
 
     def decide(self, square_sums: int, finite: bool) -> Decision:
-        """From the exact sum of squares of all gradients (those that are finite) and whether all are."""
+        """Decide from the exact sum of squares of all finite gradients, and whether all are finite."""
         if not finite:
             self._since_overflow = 0
             if self.precision is Precision.FP16:
@@ -151,18 +151,18 @@ class Scaler:
 
 
 def measure(gradient: Floats) -> tuple[int, bool]:
-    """The exact sum of squares of a piece of gradient, and whether all of it is finite."""
+    """Return the exact sum of squares of a piece of gradient, and whether all of it is finite."""
     return (square_sum(gradient), True) if all_finite(gradient) else (0, False)
 
 
 def contribute(so_far: Floats | None, more: Floats, precision: Precision) -> Floats:
-    """A gradient with one more contribution, in the weights' precision."""
+    """Add one contribution to a gradient, in the weights' precision."""
     fresh = rounded(more, precision)
     return fresh if so_far is None else rounded(add(so_far, fresh), precision)
 
 
 def reduce(gradients: list[Floats], precision: Precision) -> Floats:
-    """Every process's gradient summed in rank order in fp32, then in the weights' precision."""
+    """Sum every process's gradient in rank order in fp32; return it in the weights' precision."""
     total = gradients[0]
     for gradient in gradients[1:]:
         total = add(total, gradient)
@@ -170,7 +170,7 @@ def reduce(gradients: list[Floats], precision: Precision) -> Floats:
 
 
 def overflowed(moment: Moment, gradients: Mapping[int, Floats]) -> Mapping[int, Floats]:
-    """The gradients a moment brings, an infinity among them."""
+    """Return a moment's gradients, with an infinity among them."""
     if not moment.grads:
         return gradients
     victim = moment.grads[0]
@@ -178,7 +178,7 @@ def overflowed(moment: Moment, gradients: Mapping[int, Floats]) -> Mapping[int, 
 
 
 def last_reads(trace: Trace) -> tuple[int, ...]:
-    """For each tensor, the last moment that reads its payload (-1: none)."""
+    """Return, for each tensor, the last moment that reads it (-1: none)."""
     last = [-1] * len(trace.tensors)
     for index, moment in enumerate(trace.moments):
         for tensor in moment.reads:
@@ -187,6 +187,6 @@ def last_reads(trace: Trace) -> tuple[int, ...]:
 
 
 def check_network(network: Network, program: Program) -> None:
-    """Refuse a program made for another network."""
+    """Raise for a program made for another network."""
     if program.trace != network.trace:
         raise InvalidInput("the program was made for another network's trace")

@@ -1,1 +1,1 @@
-"""A plan against a clock: machines, what instructions cost, what a process may use of a cluster."""
+"""Predict the time of a plan: machines, costs of instructions, and a process's part of a cluster."""

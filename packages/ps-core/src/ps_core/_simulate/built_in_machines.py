@@ -1,7 +1,7 @@
-"""Machines that come with the simulator.
+"""List machines that come with the simulator.
 
-Every figure is one that real code reaches, not a data sheet's: about 45-60 % of the sheet for matrix work inside a
-transformer, about 85-90 % for memory and links. A prediction made from them should err towards slow.
+Every figure is one that real code reaches, not a data sheet's. Matrix work inside a transformer reaches about 45-60 %
+of the data sheet, memory and links about 85-90 %. Predictions from these figures should rather be too slow.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Running a plan against a clock instead of memory: how long a training step takes, and what it moves.
+"""Compute how long a plan's training step takes, and what it moves, without running it.
 
 Two step times are predicted: what the engine takes (`engine_timing`), and what the plan itself would allow. All other
 figures are about the first.
 
 [Note: the clock]
-What a plan allows. Every queue does one thing at a time, in list order; an instruction starts when its queue is free
-and everything in ``after`` is complete; see [Note: cost model] for how long it then takes. Where one segment follows
-another, the instruction also waits for every earlier segment's instruction that touched bytes it touches, non-model
-bytes of the tide included. That join is kept per *cell*, a stretch of a tier's addresses that no slot begins or ends
-inside: what matters of a segment is when each cell was last touched, and for each instruction the cells it is the first
-(of its queue) to touch. A slot that is reserved and released within the segment joins at its `Reserve` and is left at
-its `Release`: a sound plan puts all its other users between.
+This note is about what a plan allows. Every queue does one thing at a time, in list order. An instruction starts when
+its queue is free and everything in ``after`` is complete. How long it takes is in [Note: cost model]. In a later
+segment an instruction also waits for earlier segments' instructions on the same bytes, non-model bytes included. These
+waits are kept per *cell*, a range of a tier's addresses that no slot begins or ends inside. Two things matter of a
+segment: when each cell was last touched, and which instruction touches it first. A slot that is reserved and released
+within the segment waits at its `Reserve` and is left at its `Release`. A correct plan has all its other uses between
+them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WIRE = "wire"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What simulating a plan says of one training step, on one process, once steps follow each other steadily."""
+    """The prediction for one training step, on one process, once steps follow each other steadily."""
 
     step_time_s: float
     """As the engine carries the plan out; see [Note: as the engine issues]."""
@@ -68,7 +68,7 @@ class Prediction:
     """Per tier, non-model bytes included, with instructions taken in list order."""
 
     def as_dict(self) -> dict[str, object]:
-        """Plain data for JSON and logs."""
+        """Return plain data for JSON and logs."""
         plain: dict[str, object] = {name: getattr(self, name) for name in self.__slots__}
         return {key: dict(value) if isinstance(value, Mapping) else value for key, value in plain.items()}
 
@@ -85,8 +85,8 @@ def simulate(
     """Predict a training step (without training: one evaluation).
 
     ``iterations`` steps are simulated for the bound, which is taken from the last of them. ``ranks_per_node`` None: all
-    processes share one node. Damaged plans raise `PlanMismatch` where the damage shows; only `verify` promises to find
-    it.
+    processes share one node. A wrong plan raises `PlanMismatch` if this function notices it; only `verify` finds every
+    fault.
     """
     if iterations < 1:
         raise InvalidInput(f"iterations must be at least 1, found {iterations}")
@@ -109,7 +109,7 @@ def simulate(
 
 
 def moved_bytes(program: Program, plan: Plan) -> dict[str, int]:
-    """Bytes over each link in one training step, without a clock."""
+    """Return the bytes over each link in one training step, without a clock."""
     counts = [0] * len(Queue)
     wire = 0
     for name in program.iteration():
@@ -123,7 +123,7 @@ def moved_bytes(program: Program, plan: Plan) -> dict[str, int]:
 
 
 def peak_bytes(program: Program, plan: Plan) -> dict[str, int]:
-    """The most bytes of each tier in use at once in a training step, non-model bytes included, without a clock."""
+    """Return the most bytes of each tier in use at once in a training step, non-model bytes included."""
     return _peaks(plan, [Scan(plan, plan.segment(name)).peaks for name in dict.fromkeys(program.iteration())])
 
 
@@ -149,7 +149,7 @@ class _Stage:
         self.runs = [(place, instr.op.visit) for place, instr in enumerate(segment.instrs) if isinstance(instr.op, Run)]
 
     def begin(self, place: int, ends: list[float]) -> float:
-        """When an instruction begins."""
+        """Return when an instruction begins."""
         return ends[place] - self.timed.work.seconds[place]
 
 
@@ -158,7 +158,7 @@ Leaves = list[tuple[int, int, int, tuple[int, ...]]]
 
 
 class _Clock:
-    """When each queue is free, and when each cell of memory was last touched; see [Note: the clock]."""
+    """Track when each queue is free, and when each cell of memory was last touched; see [Note: the clock]."""
 
     def __init__(self, cells: Cells, stages: Iterable[_Stage]) -> None:
         self.free = [0.0] * len(Queue)
@@ -172,7 +172,7 @@ class _Clock:
         }
 
     def run(self, stage: _Stage) -> list[float]:
-        """Run a segment; when each of its instructions ends."""
+        """Run a segment; return when each of its instructions ends."""
         free, settled = self.free, self._settled
         joins, leaves = self._cells[stage]
         ends: list[float] = []
@@ -216,7 +216,7 @@ def _predict(program: Program, plan: Plan, steps: list[_Stage], bound: float, el
 
 
 def _period(steps: list[_Stage], rounds: list[list[list[float]]], elapsed: float) -> float:
-    """From the first moment of the last step but one to that of the last."""
+    """Return the time between the first moments of the last two steps."""
     first = next((number for number, stage in enumerate(steps) if stage.runs), None)
     if len(rounds) == 1 or first is None:
         return elapsed / len(rounds)
@@ -226,7 +226,7 @@ def _period(steps: list[_Stage], rounds: list[list[list[float]]], elapsed: float
 
 
 def _passes(program: Program, steps: list[_Stage]) -> tuple[float, float]:
-    """Seconds of a step's forward and backward passes, each to the start of what follows, or its own last end."""
+    """Return the seconds of a step's forward and backward passes, each to the next part's start, or its own end."""
     forward = backward = 0.0
     for stage in steps:
         if not stage.runs:

@@ -1,15 +1,15 @@
-"""From what a user has (GPUs, nodes, memory) to what one process may use.
+"""Compute what one process may use of a user's hardware: GPUs, nodes, memory.
 
-Budgets are cut by named *reserves*: bytes that something outside the plan takes. On the accelerator that is the CUDA
-context and library workspaces, and NCCL's buffers where several processes talk; on the host the operating system, and
-each process's interpreter and libraries. Fragmentation of non-model data is a part of it, so it goes to
-`Program.nonmodel_overhead` rather than here.
+Budgets are cut by named *reserves*: bytes that something outside the plan takes. On the accelerator these are the CUDA
+context and library workspaces, and NCCL's buffers with several processes. On the host these are the operating system,
+and each process's interpreter and libraries. Fragmentation is a fraction of the non-model data, so it goes to
+`Program.nonmodel_overhead`.
 
 [Note: hops]
-However few its bytes, a gather or a sum takes the time in which the first of them comes round. In a *ring*, as NCCL
-makes it of all processes, that is a hop for every process: one between nodes for every node but one, the rest within.
-A *tree* (doubling distances, across nodes and within each) has the logarithms of both numbers instead; it is the best
-that can be hoped for, and libraries have it for some collectives and shapes only. So predictions take the ring.
+A gather or sum of few bytes takes the time until the first byte has gone round. NCCL makes a *ring* of all processes.
+Then that is a hop for every process: one between nodes for every node but one, the rest within nodes. A *tree*
+(doubling distances, across nodes and within each) has the logarithms of both numbers instead. That is the best that is
+possible, and libraries have it for some collectives and shapes only. So predictions use the ring.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ HOST_RESERVE_PER_RANK_BYTES = 2_500_000_000
 FRAGMENTATION = 0.05
 """A part of non-model bytes, added to them."""
 LINK_HOP_S, NODE_HOP_S = 3.4e-6, 14e-6
-"""From a GPU to the next, within a node and to another: what NCCL's own model of itself assumes for large messages."""
+"""Seconds from a GPU to the next, within a node and to another, by NCCL's own model for large messages."""
 
 
 def ring_s(ranks: int, ranks_per_node: int) -> float:
-    """A collective's hops in a ring of all processes; see [Note: hops]."""
+    """Return the seconds of a collective's hops in a ring of all processes; see [Note: hops]."""
     nodes = ranks // ranks_per_node
     return (ranks - nodes) * LINK_HOP_S + (nodes - 1) * NODE_HOP_S
 
 
 def tree_s(ranks: int, ranks_per_node: int) -> float:
-    """The same in a tree; see [Note: hops]."""
+    """Return the seconds of a collective's hops in a tree; see [Note: hops]."""
     nodes = ranks // ranks_per_node
     return (ranks_per_node - 1).bit_length() * LINK_HOP_S + (nodes - 1).bit_length() * NODE_HOP_S
 
@@ -50,8 +50,8 @@ def tree_s(ranks: int, ranks_per_node: int) -> float:
 class Cluster:
     """Equal GPUs spread evenly over equal nodes, one process a GPU.
 
-    ``device_memory`` is each GPU's, ``host_memory`` and ``disk`` a node's. ``device_memory`` 0 means no accelerator
-    (the CPU computes, ``gpus`` counts processes); ``host_memory`` 0 and ``disk`` 0 mean that there is no such tier.
+    ``device_memory`` is each GPU's, ``host_memory`` and ``disk`` a node's. ``device_memory`` 0 means no accelerator:
+    the CPU computes, and ``gpus`` counts processes. ``host_memory`` 0 and ``disk`` 0 mean that there is no such tier.
     """
 
     gpus: int = 1
@@ -85,11 +85,11 @@ class Cluster:
 
     @property
     def ranks_per_node(self) -> int:
-        """Processes that share a node's host memory and disk."""
+        """Return how many processes share a node's host memory and disk."""
         return self.gpus // self.nodes
 
     def tiers(self) -> tuple[Tier, ...]:
-        """What one process may use, fastest first."""
+        """Return the tiers of one process, fastest first."""
         found = []
         if self.device_memory:
             reserve = self.device_reserve
@@ -105,5 +105,5 @@ class Cluster:
 
 
 def _tier(name: str, memory: int, reserve: int, sharers: int) -> Tier:
-    """A rank's part of what the reserve leaves; nothing, if that is less than nothing."""
+    """Return a rank's part of what the reserve leaves; at least nothing."""
     return Tier(name, max(0, memory - reserve) // sharers // ALIGNMENT_BYTES * ALIGNMENT_BYTES)

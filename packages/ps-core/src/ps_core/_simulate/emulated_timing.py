@@ -1,12 +1,12 @@
-"""Time a segment where the processor plays the accelerator: one thread issues and does everything, moment by moment.
+"""Time a segment on an emulated accelerator: one thread does everything, moment by moment.
 
 [Note: one thread]
-The thread goes from moment to moment as the engine does. Before each it issues whatever may be: an instruction whose
-predecessors all have been issued, in order on its queue. What it launches on a queue runs there by itself, once the
-queue is free and all predecessors are over. What it does itself it begins once all predecessors are over, and launches
-nothing else meanwhile. Where a segment begins, all that was launched before is over.
+The thread goes from moment to moment as the engine does. Before each it issues whatever it may: an instruction whose
+predecessors all were issued, in order on its queue. What it launches on a queue runs there by itself, once the queue is
+free and all predecessors are over. What it does itself it begins once all predecessors are over, and launches nothing
+else meanwhile. Where a segment begins, all that was launched before is over.
 
-The thread does everything but carry copies over links: a copy takes it as long as the bytes take in memory.
+The thread does everything but the transfer over links. A copy takes it as long as the bytes take in memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LINKS = frozenset({Queue.H2D, Queue.D2H, Queue.DISK_R, Queue.DISK_W})
 def play(segment: Segment, seconds: list[float], thread_s: list[float]) -> tuple[list[float], float]:
     """Run a segment; return when each of its instructions ends, and when the thread and every queue are done.
 
-    ``seconds``: of a copy over its link; ``thread_s``: what the thread takes to launch it, or to do
-    it; see [Note: one thread].
+    ``seconds``: of a copy over its link; ``thread_s``: what the thread takes to launch it, or to do it; see [Note: one
+    thread].
     """
     walk = _Walk(segment, seconds, thread_s)
     while walk.sweep() or walk.next_moment():
@@ -31,7 +31,7 @@ def play(segment: Segment, seconds: list[float], thread_s: list[float]) -> tuple
 
 
 class _Walk:
-    """One segment on its way."""
+    """Walk through one segment."""
 
     def __init__(self, segment: Segment, seconds: list[float], thread_s: list[float]) -> None:
         self._now = 0.0
@@ -44,7 +44,7 @@ class _Walk:
         self._ends: list[float | None] = [None] * len(segment.instrs)
 
     def sweep(self) -> bool:
-        """Once through all queues; whether anything was issued."""
+        """Go once through all queues; return True if anything was issued."""
         moved = False
         for queue, line in self._lines.items():
             while self._at[queue] < len(line):
@@ -59,7 +59,7 @@ class _Walk:
         return moved
 
     def next_moment(self) -> bool:
-        """Have the next moment run; whether there was one that could."""
+        """Run the next moment; return True if one could run."""
         line, at = self._lines[Queue.COMPUTE], self._at[Queue.COMPUTE]
         if at == len(line) or not self._ready(self._instrs[line[at]]):
             return False
@@ -67,7 +67,7 @@ class _Walk:
         return True
 
     def finished(self) -> tuple[list[float], float]:
-        """The ends, and when everything is done; every instruction must have one."""
+        """Return the ends, and when everything is done; every instruction must have one."""
         ends = [end for end in self._ends if end is not None]
         if len(ends) < len(self._ends):
             raise PlanMismatch(f"segment {self._name!r}: an instruction waits for one that never comes")

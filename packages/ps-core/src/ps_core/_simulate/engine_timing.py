@@ -1,18 +1,18 @@
-"""How long a training step takes as the engine carries it out.
+"""Compute how long a training step takes as the engine carries it out.
 
 [Note: as the engine issues]
-The host thread goes through a pass moment by moment, launches what the plan has before each, and is far ahead of the
-accelerator. What it launches runs on its queue once the queue is free and all that it comes after is over. The
-processor's queue is a worker's thread. No stream can wait for a thread, so the host thread does: it passes over a copy
-whose slot the worker still works on, until a moment needs the copy.
+The host thread launches the plan's instructions before each moment of a pass. It is far ahead of the accelerator. An
+instruction runs on its queue once the queue is free and all its predecessors are over. The processor's queue is a
+worker's thread. No stream can wait for a thread, so the host thread does. It skips a copy whose slot the worker still
+works on, until a moment needs the copy.
 
-Where a pass begins all streams wait for each other, but not for the worker: steps go on beside the next forward pass.
-Where a step begins the host thread waits for everything, since it must know the norm. So a training step takes as long
-as its step segment and its passes one after the other, from one step's beginning to the next.
+Where a pass begins all streams wait for each other. None waits for the worker: steps go on beside the next forward
+pass. Where a step begins the host thread waits for everything, since it must know the norm. So a training step takes as
+long as its step segment and its passes one after the other.
 
-Where there is a disk the host thread waits for it, too, where a pass begins. Two kinds of plan are carried out
-otherwise. Of several processes, and where the processor computes, the host thread does the work of the processor's
-queue itself. Where the processor plays the accelerator one thread does almost everything; see `emulated_timing`.
+With a disk, the host thread also waits for the disk where a pass begins. Two kinds of plan are carried out differently.
+With several processes, and where the processor computes, the host thread does the work of the processor's queue itself.
+On an emulated accelerator one thread does almost everything; see `emulated_timing`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import NamedTuple
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Step, Tier
 from ps_core._program import Program, SegmentName
-from ps_core._simulate.early_steps import EarlySteps, early_steps, newest_first
 from ps_core._simulate.emulated_timing import LINKS, play
 from ps_core._simulate.instruction_times import Costs, Work
 from ps_core._simulate.machine import Machine
+from ps_core._simulate.steps_in_backward import EarlySteps, early_steps, newest_first
 from ps_core._simulate.timeline import EarlySeconds, Ran, Timeline
 
 _ROUNDS = 3
@@ -35,14 +35,14 @@ _ROUNDS = 3
 
 
 class Priced(NamedTuple):
-    """A segment, and what its instructions take."""
+    """A segment, and the costs of its instructions."""
 
     segment: Segment
     work: Work
 
 
 class Timed(NamedTuple):
-    """A segment of a step."""
+    """A segment of a step, with its times."""
 
     begin: float
     """When the streams are free for it."""
@@ -56,7 +56,7 @@ class Timed(NamedTuple):
 
 
 class Issuing:
-    """Times the segments of one program's plans; see [Note: as the engine issues]."""
+    """Time the segments of one program's plans; see [Note: as the engine issues]."""
 
     def __init__(
         self,
@@ -67,7 +67,9 @@ class Issuing:
         *,
         in_backward: bool = False,
     ) -> None:
-        """``ranks_per_node`` None: all processes share one node. ``in_backward``: see [Note: steps within backward]."""
+        """Begin; ``ranks_per_node`` None: all processes share one node. ``in_backward``: see [Note: steps within
+        backward].
+        """
         per_node = program.ranks if ranks_per_node is None else ranks_per_node
         if per_node < 1 or program.ranks % per_node:
             raise InvalidInput(f"{program.ranks} ranks cannot be spread over nodes of {per_node}")
@@ -79,7 +81,7 @@ class Issuing:
         self._spare = machine.host_memory_bandwidth / machine.host_bandwidth - 1
 
     def price(self, home: tuple[Held, ...], segment: Segment) -> Priced:
-        """Price one segment of a plan with this home."""
+        """Compute the costs of one segment of a plan with these home slots."""
         return Priced(segment, self._costs.price(segment.instrs, slot_bytes(home, segment)))
 
     def time(self, home: tuple[Held, ...], step: Sequence[Priced]) -> list[Timed]:
@@ -108,7 +110,7 @@ class Issuing:
     def ran(
         self, home: tuple[Held, ...], sequence: Sequence[Priced], steps: EarlySteps
     ) -> list[tuple[Segment, list[Ran]]]:
-        """Return what each of these segments runs, and when, if they follow each other from a standing start.
+        """Return what each of these segments runs, and when, if they follow each other from the start.
 
         ``steps``: those that begin within the last pass.
         """
@@ -167,7 +169,7 @@ class Issuing:
 
 
 def _with_early_steps(timeline: Timeline, found: EarlySteps, step: Sequence[Priced]) -> list[Timed]:
-    """Time the third of three steps, some of whose steps begin within backward and may go on in the next forward."""
+    """Time the third of three steps; optimizer steps may begin in backward and end in the next forward."""
     *passes, last = step
     split = _Split(found, last)
     for _ in range(_ROUNDS):
@@ -214,7 +216,7 @@ def _timed(priced: Priced, begin: float, seconds: float, ends: list[float]) -> T
 
 
 def slot_bytes(home: tuple[Held, ...], segment: Segment) -> dict[int, int]:
-    """The size of every slot that a segment names."""
+    """Return the size of every slot of a segment."""
     found = {slot: held.bytes for slot, held in enumerate(home)}
     for instr in segment.instrs:
         if isinstance(instr.op, Reserve):
@@ -223,14 +225,14 @@ def slot_bytes(home: tuple[Held, ...], segment: Segment) -> dict[int, int]:
 
 
 def _works_between_moments(segment: Segment) -> bool:
-    """Return whether the host thread has work to do that keeps it from launching moments."""
+    """Return True if the host thread has work that keeps it from launching moments."""
     return any(isinstance(instr.op, Run) for instr in segment.instrs) and any(
         instr.queue is Queue.CPU and not isinstance(instr.op, Reserve | Release) for instr in segment.instrs
     )
 
 
 def _ends(priced: Priced) -> tuple[list[float], float]:
-    """When each instruction ends, and the last one, if nothing but ``after`` and the queues keeps them."""
+    """Return when each instruction ends, and the last one, if only ``after`` and the queues delay them."""
     free = [0.0] * len(Queue)
     ends: list[float] = []
     try:

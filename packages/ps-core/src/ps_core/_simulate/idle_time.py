@@ -1,14 +1,14 @@
-"""Why the accelerator has nothing to do: each stretch of its idle time, put down to what the next work waited for.
+"""Find why the accelerator is idle: attribute its idle time to the work that it waited for.
 
 [Note: causes of idle time]
-The time between two pieces of the compute queue's work is gone through backwards. The later piece waited for the last
-to end of all that it comes after; from that end on nothing but the launching thread can have kept it. While that other
-piece ran, the accelerator waited for its queue. Before that piece began, it waited for others in its turn, and so on.
-So all causes together are the idle time.
+The time between two pieces of the compute queue's work is examined backwards. The later piece waited for the last to
+end of its predecessors. After that end only the launching thread can have delayed it. While the predecessor ran, the
+accelerator waited for its queue. Before the predecessor began, it waited for others in its turn, and so on. So all
+causes together are the idle time.
 
-What a piece of a plan comes after is known from the plan: the instructions in ``after``, what is before it on its
-queue, the processor's work on its slots, and the streams of earlier segments (of a step also the processor's work).
-Without a plan everything waits for everything, so a piece comes after all that had ended when it began.
+The plan says what a piece comes after. These are the instructions in ``after``, the one before it on its queue, and the
+processor's work on its slots. So are the streams of earlier segments (of a step also the processor's work). Without a
+plan everything waits for everything, so a piece comes after all that had ended when it began.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """The seconds that the device worked and was idle in one or several training steps, by cause."""
+    """The seconds that the device worked, and was idle by cause, in one or several training steps."""
 
     steps: int
     seconds: float
@@ -69,7 +69,7 @@ class StepTimes:
 
     @property
     def idle_share(self) -> float:
-        """The part of the time that the device had nothing to do."""
+        """Return the fraction of the time that the device was idle."""
         return sum(self.idle_s.values()) / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class StepTimes:
 
 
 def step_window(pieces: Sequence[Piece], first: int, end: int) -> tuple[float, float]:
-    """Return when the first moment of step ``first`` begins, and that of step ``end``, or when everything is over."""
+    """Return when step ``first``'s first moment begins, and when step ``end``'s does, or when everything is over."""
     begins: dict[int, float] = {}
     for piece in pieces:
         if piece.queue is Queue.COMPUTE:
@@ -112,7 +112,7 @@ def step_times(
 
 
 def _causes(before: _Before, piece: Piece | None, reached: float, until: float) -> Iterator[tuple[Cause, float]]:
-    """Yield what keeps a piece (None: the end of all) from the time that has been reached until it begins."""
+    """Yield what delays a piece (None: the end of all) from the time reached until it begins."""
     of_host = False
     while until > reached:
         last = before.last(piece, until)
@@ -127,7 +127,7 @@ def _causes(before: _Before, piece: Piece | None, reached: float, until: float) 
 
 
 class _Before:
-    """The pieces of work that each piece has to wait for."""
+    """Find the pieces of work that each piece has to wait for."""
 
     def __init__(self, pieces: Sequence[Piece], segments: Sequence[Segment | None], homes: int) -> None:
         self._segments = segments
@@ -153,7 +153,9 @@ class _Before:
                     self._works[id(piece)] = [touched[slot] for slot in slots if slot in touched]
 
     def last(self, piece: Piece | None, until: float) -> Piece | None:
-        """Return the last to end of what a piece, which did not begin before ``until``, comes after; not of COMPUTE."""
+        """Return the predecessor of a piece that ends last, if not on COMPUTE; the piece begins at ``until`` or
+        later.
+        """
         segment = None if piece is None or piece.run < 0 else self._segments[piece.run]
         if piece is None or segment is None or not self._is_in(segment, piece):
             pieces, ends = self._by_end
@@ -180,12 +182,12 @@ class _Before:
                 yield other
 
     def _is_in(self, segment: Segment, piece: Piece) -> bool:
-        """False for a step within backward, whose instruction is the step segment's."""
+        """Return False for a step within backward, whose instruction is the step segment's."""
         instr = piece.instr
         return instr is not None and instr.id < len(segment.instrs) and segment.instrs[instr.id] is instr
 
     def _table(self, segment: Segment) -> list[dict[Queue, int]]:
-        """Return, for each instruction, the last one of each queue that takes time and has to be over before."""
+        """Return, for each instruction, the last one of each queue that takes time and must be over before."""
         known = self._tables.get(id(segment))
         if known is not None:
             return known

@@ -1,10 +1,10 @@
 """How long one instruction takes on a machine.
 
 [Note: cost model]
-Matrix work runs at the machine's achieved rate plus an overhead a moment; where trace and machine tell, attention runs
-at a rate of its own plus a time for each query, and other operators take a time for each element that they read and
-write and for each hyperbolic tangent; everything else is bytes over a bandwidth, plus a latency. Bytes counted once
-each way, per element (16-bit weights; fp32 in brackets):
+Matrix work takes the machine's achieved rate, plus an overhead a moment. Three more costs are known for some traces and
+machines. Attention has a rate of its own, plus a time for each query. Other operators take a time for each element that
+they read or write. Each hyperbolic tangent takes a time. Everything else is bytes over a bandwidth, plus a latency.
+Bytes are counted once in each direction, per element (16-bit weights; fp32 in brackets):
 
     Step        gradient in 2 [4], P32, M, V in and out 24, weight out 2 [part of P32's]: 28; 30 with an accumulator
                 (by two of `Program.states`; each more or less is 8)
@@ -12,20 +12,20 @@ each way, per element (16-bit weights; fp32 in brackets):
     Cast        4 in, 2 out
     Accumulate  gradient in 2 [4], accumulator out 4 and, unless it starts, in 4
     Shift       its bytes in and out
+    Run         each activation that the moment makes or takes, in and out: it is copied into its slot, or out of it
     Gather, ReduceScatter    what a rank sends, (p-1)/p of the gathered bytes, at the slower of a GPU's link to its
                 neighbours and its node's adapters together (a ring leaves each node once), and a ring's hops
 
-Ranks of a node divide host memory and disk bandwidth evenly. *Sharing a rank's part of host memory:* cores stream at
-most ``host_bandwidth``; cores and links together get ``host_dram_bandwidth``, which may be more. Where a segment copies
-both up and down, each direction gets the part its bytes are of both, but at least half. CPU work in a segment takes at
-least as long as its bytes and those of all the segment's copies take together, which is what they do when the step is
-pipelined, and cautious otherwise.
+Ranks of a node divide host memory and disk bandwidth evenly. A rank's cores and links share its part of host memory.
+Cores stream at most ``host_bandwidth``. Cores and links together get ``host_dram_bandwidth``, which may be more. If a
+segment copies both up and down, each direction gets a share by its bytes, but at least half. CPU work in a segment
+takes at least as long as its bytes and all the segment's copied bytes. That is right for a pipelined step, and cautious
+otherwise.
 
-*Where the CPU plays the accelerator* one thread does everything, so nothing shares: copies take a link's time, and of
-the thread what they take in memory; moments also read weights and make gradients, which come from and go to memory,
-copy these to where the plan has them, and take a while for each tensor that is read, or has its gradient, for the first
-time in the pass, however small: operators, views, hooks. So does everything else: steps and norms a kernel's call,
-copies, slots and shifts the engine's own work.
+On an emulated accelerator one thread does everything, so nothing is shared. A copy takes a link's time, and takes the
+thread as long as its bytes take in memory. A moment also reads weights from memory, writes gradients to memory, and
+copies these to the plan's places. A tensor's first read, or first gradient, in a pass takes a fixed time: operators,
+views, hooks. So does everything else: steps and norms a kernel's call, copies, slots and shifts the engine's own work.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from ps_core._simulate.machine import Machine
 from ps_core._trace import Phase, Trace
 
 COUNTED = (Step, Norm, Accumulate, Cast)
-"""What takes a processor some time however little there is to do: a call of a kernel for each tensor or group."""
+"""Instructions that take a processor a minimum time: each calls a kernel for every tensor or group."""
 
 MOVES = (Copy, Reserve, Release, Shift)
 """What takes it some time however few the bytes."""
 
 
 class Work(NamedTuple):
-    """A segment's instructions priced."""
+    """A segment's instructions with their costs."""
 
     seconds: list[float]
     copied_bytes: list[int]
@@ -77,7 +77,7 @@ class Work(NamedTuple):
 
 
 class Costs:
-    """Prices a program's instructions on a machine; see [Note: cost model]."""
+    """Compute the costs of a program's instructions on a machine; see [Note: cost model]."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Costs:
         *,
         beside: bool = False,
     ) -> None:
-        """``beside``: the caller slows the processor's work while copies use the host's memory."""
+        """Begin; ``beside``: the caller slows the processor's work while copies use host memory."""
         self._beside = beside
         host = machine.host_bandwidth / ranks_per_node
         self._memory = memory = machine.host_memory_bandwidth / ranks_per_node
@@ -101,7 +101,15 @@ class Costs:
         self._instruction, self._tensor = machine.instruction_overhead_s, machine.tensor_overhead_s
         self._move = machine.move_overhead_s
         fp32 = program.precision is Precision.FP32
-        self._computing = [machine.computing_s(moment, fp32=fp32) for moment in program.trace.moments]
+        copied = machine.played_copy_bandwidth or fast / 2
+        self._computing = [
+            machine.computing_s(moment, fp32=fp32)
+            + sum(
+                program.trace.activations[index].bytes / copied + machine.latency_s
+                for index in (*moment.makes, *moment.takes)
+            )
+            for moment in program.trace.moments
+        ]
         self._rates = {
             Queue.COMPUTE: fast,
             Queue.H2D: min(machine.h2d_bandwidth, memory),
@@ -128,7 +136,9 @@ class Costs:
         self._accumulate = program.local_gradient_bytes + 4
 
     def _around_products(self, trace: Trace) -> Iterator[float]:
-        """Where the CPU plays: what each moment takes for its tensors, beside the work on activations."""
+        """Yield, for an emulated accelerator, what each moment takes for its tensors, beside the work on
+        activations.
+        """
         seen: set[tuple[Phase, int, bool]] = set()
         for moment in trace.moments:
             events = {(moment.phase, index, False) for index in moment.reads}
@@ -138,7 +148,7 @@ class Costs:
             seen |= events
 
     def price(self, instrs: tuple[Instr, ...], slot_bytes: dict[int, int]) -> Work:
-        """Seconds of every instruction, and what they move. ``slot_bytes`` serves the ones that shift."""
+        """Return the seconds of every instruction, and what they move. ``slot_bytes`` is needed for shifts."""
         seconds: list[float] = []
         copied, evictions, wire, cpu_bytes = [0] * len(Queue), 0, 0, 0
         rates, latency, note = self._rates, self._latency, seconds.append
@@ -171,7 +181,7 @@ class Costs:
     def _of_the_thread(
         self, instrs: tuple[Instr, ...], seconds: list[float], slot_bytes: dict[int, int]
     ) -> list[float]:
-        """What one thread takes for each instruction; changes the seconds of moments, which have more to do then."""
+        """Return the thread's seconds for each instruction; increase those of moments, which do more then."""
         found: list[float] = []
         for place, instr in enumerate(instrs):
             op = instr.op

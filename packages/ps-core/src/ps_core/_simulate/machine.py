@@ -1,6 +1,6 @@
-"""How fast a machine is: a built-in one, or one that a TOML file describes.
+"""Load a machine's figures: a built-in machine's, or from a TOML file.
 
-A file has the names of `Machine`'s figures; `Machine.to_toml` prints one to start from.
+A file has the names of `Machine`'s figures; `Machine.to_toml` writes one to start from.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ UNSTEADY = ("spread: ", "busy machine: ")
 
 
 def machine_from_toml(text: str, source: str = "machine file") -> Machine:
-    """The machine a TOML document describes.
+    """Return the machine that a TOML document describes.
 
-    Fields with a default may be left out; with ``base``, the name of a built-in machine, all others may be too.
+    Fields with a default may be left out. With ``base``, the name of a built-in machine, all others may be left out
+    too.
     """
     try:
         data = tomllib.loads(text)
@@ -49,7 +50,7 @@ def machine_from_toml(text: str, source: str = "machine file") -> Machine:
 
 
 def machine(name_or_path: str) -> Machine:
-    """A built-in machine by name, or the one a TOML file describes."""
+    """Return a built-in machine by name, or the one that a TOML file describes."""
     if name_or_path in MACHINES:
         return MACHINES[name_or_path]
     path = Path(name_or_path)
@@ -63,9 +64,10 @@ def machine(name_or_path: str) -> Machine:
 
 
 def default_machine(device_memory_bytes: int, device_name: str = "") -> Machine:
-    """The built-in machine of the accelerator's kind; where no name tells it, of all kinds; no accelerator: the CPU.
+    """Return the built-in machine of the accelerator's kind, or of any kind if its name is unknown.
 
-    Of several, the one whose accelerator memory is nearest, by ratio. A laptop's has less than its name says.
+    Of several, return the one whose accelerator memory is nearest, by ratio. A laptop's has less than its name says.
+    Without an accelerator, return the CPU's.
     """
     if device_memory_bytes <= 0:
         return MACHINES["cpu"]

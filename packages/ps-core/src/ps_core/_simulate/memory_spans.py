@@ -1,4 +1,4 @@
-"""Which stretches of memory a segment touches, and how much of each tier it uses at most; see [Note: the clock]."""
+"""Find which ranges of memory a segment touches, and its most bytes on each tier; see [Note: the clock]."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ps_core._plan import Instr, Plan, Queue, Release, Reserve, Run, Segment, Sh
 
 
 class Span(NamedTuple):
-    """A stretch of one tier's addresses."""
+    """A range of one tier's addresses."""
 
     tier: int
     start: int
@@ -18,7 +18,7 @@ class Span(NamedTuple):
 
 
 class Scan:
-    """What a segment touches: spans to wait for at entry, spans to leave behind, and the most bytes in use."""
+    """What a segment touches: ranges to wait for at entry, ranges to leave, and the most bytes in use."""
 
     def __init__(self, plan: Plan, segment: Segment) -> None:
         self.joins: dict[int, list[Span]] = {}
@@ -105,7 +105,7 @@ class Scan:
 
 
 class Cells:
-    """Addresses of every tier cut where any span begins or ends."""
+    """The addresses of every tier, cut wherever any range begins or ends."""
 
     def __init__(self, plan: Plan, scans: Iterable[Scan]) -> None:
         cuts: list[set[int]] = [set() for _ in plan.tiers]
@@ -119,6 +119,6 @@ class Cells:
         self.counts = [len(row) for row in cuts]
 
     def of(self, span: Span) -> tuple[int, int, int]:
-        """The tier, and the first cell and the one after the last."""
+        """Return the tier, the first cell and the end cell of a range."""
         index = self._index[span.tier]
         return span.tier, index[span.start], index[span.end]

@@ -1,4 +1,4 @@
-"""What is known of a machine: the figures the simulator turns bytes and operations into seconds with."""
+"""Define the figures of a machine, which turn bytes and operations into seconds."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class Machine:
     moment_overhead_s: float = 100e-6
     """Of a moment (a block's worth of kernels), beyond its matrix work."""
     played_copy_bandwidth: float = 0.0
-    """Where the CPU plays the accelerator, and one thread does everything: what it copies, beside a link's time. 0:
-    there is an accelerator."""
+    """Bytes a second that one thread copies on an emulated accelerator, beside a link's time. 0: there is an
+    accelerator.
+    """
     host_dram_bandwidth: float = 0.0
     """What the memory of one node gives where its cores stream and links copy beside them. 0: not known."""
     instruction_overhead_s: float = 0.0
@@ -84,7 +85,7 @@ class Machine:
                 raise InvalidInput(f"machine {self.name!r}: {key} must be a whole number, found {value!r}")
 
     def computing_s(self, amounts: Amounts | Moment, *, fp32: bool) -> float:
-        """What it takes to compute that much, without what a moment takes besides."""
+        """Return the seconds to compute these amounts, without a moment's overhead."""
         flops, element, attention, query, query_backward, tanh = self._fp32 if fp32 else self._16_bit
         return (
             (amounts.flops - amounts.attention_flops) / flops
@@ -97,7 +98,7 @@ class Machine:
 
     @property
     def host_memory_bandwidth(self) -> float:
-        """What the memory of one node gives to its cores and links together; that of its cores where not known."""
+        """Return the bandwidth of one node's memory for cores and links together; if unknown, that of its cores."""
         return max(self.host_bandwidth, self.host_dram_bandwidth)
 
     @property
@@ -111,7 +112,7 @@ class Machine:
         return self.matmul_flops_fp32, self.element_fp32_s, attention, *queries, self.tanh_fp32_s
 
     def to_toml(self) -> str:
-        """A file that `machine_from_toml` reads back equal."""
+        """Return a TOML file that `machine_from_toml` reads back equal."""
         rows = [f'name = "{self.name}"', *(f"{key} = {_number(getattr(self, key))}" for key in NUMBERS)]
         return "\n".join(rows) + "\n"
 

@@ -1,4 +1,7 @@
-"""The host thread, the worker's thread and the queues, segment after segment; see [Note: as the engine issues]."""
+"""Run the host thread, the worker's thread and the queues, segment after segment.
+
+See [Note: as the engine issues].
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,12 @@ class Ran(NamedTuple):
 
 
 class Timeline:
-    """One process."""
+    """The threads and queues of one process."""
 
     def __init__(self, homes: int, *, worker: bool, bandwidth: float, spare: float = 0.0) -> None:
-        """``homes``: how many slots every segment finds. ``worker``: a thread does the processor's queue.
+        """Begin; ``homes``: number of slots that every segment finds. ``worker``: a thread does the processor's queue.
 
-        ``bandwidth``: what the worker streams of the host's memory. ``spare``: see `HostWorker`.
+        ``bandwidth``: the worker's of host memory. ``spare``: see `HostWorker`.
         """
         self._homes, self._bandwidth = homes, bandwidth
         self.worker = HostWorker(spare) if worker else None
@@ -74,7 +77,7 @@ class Timeline:
         return self.now
 
     def ran(self) -> list[Ran]:
-        """Finish; return what was logged, with the times of the worker's work too."""
+        """Finish; return what was recorded, with the times of the worker's work too."""
         self.finish()
         return [
             row if row.work < 0 or self.worker is None else Ran(row.instr, *self.worker.span(row.work))
@@ -82,13 +85,13 @@ class Timeline:
         ]
 
     def note_copy(self, queue: Queue, begin: float, end: float, count: int) -> None:
-        """Take note of a copy, beside which the worker is slower."""
+        """Record a copy, which slows the worker."""
         if self.worker is not None and queue in _DIRECTIONS and end > begin:
             self.worker.copies(_DIRECTIONS[queue], begin, end, count / (end - begin) / self._bandwidth)
 
 
 class _Walk:
-    """One segment on its way."""
+    """Walk through one segment."""
 
     def __init__(self, timeline: Timeline, segment: Segment, seconds: list[float], early: EarlySeconds) -> None:
         self._line, self._name, self._instrs = timeline, segment.name.value, segment.instrs
@@ -156,7 +159,7 @@ class _Walk:
         return at < len(line) and line[at] == moment and self._ready(self._instrs[moment])
 
     def _waits(self, instr: Instr) -> list[int]:
-        """Return the pieces of the worker's work that the host thread waits for before it issues an instruction."""
+        """Return the worker's pieces of work that the host thread waits for before it issues an instruction."""
         if self._worker is None or instr.queue is Queue.CPU:
             return []
         if isinstance(instr.op, Copy) and instr.queue not in _DISKS:
@@ -206,7 +209,7 @@ class _Walk:
         return work
 
     def _to_worker(self, worker: HostWorker, place: int, instr: Instr) -> None:
-        """Launch work; a stream that comes after it waits for its slot, and for what the worker waits for."""
+        """Launch work of the worker; later streams wait for its slot, and for what the worker waits for."""
         line = self._line
         after = [end for earlier in instr.after if (end := self._ends[earlier]) is not None]
         self._waited = self._ends[place] = max(line.now, self._waited, *after)

@@ -1,4 +1,4 @@
-"""Pieces of work of queues with the times that they took: of a simulated plan here, of real steps in the engine."""
+"""Describe pieces of work with their times: of a simulated plan here, of real steps in the engine."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ps_core._plan import (
     slots_of,
 )
 from ps_core._program import Kind, Program, SegmentName
-from ps_core._simulate.early_steps import EarlySteps
 from ps_core._simulate.engine_timing import Issuing, Priced, slot_bytes
 from ps_core._simulate.machine import Machine
+from ps_core._simulate.steps_in_backward import EarlySteps
 
 NOTES = (Reserve, Release, Decide)
 """Instructions that take no time of a queue."""
@@ -45,7 +45,7 @@ _VERBS: dict[type, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Work that a queue did in one go."""
+    """One piece of a queue's work."""
 
     queue: Queue
     name: str
@@ -73,7 +73,7 @@ class Work(NamedTuple):
 
 
 def group_names(groups: Iterable[Sequence[str]]) -> list[str]:
-    """Return a name of each group of parameters: their module's, or the first parameter's if several groups share it.
+    """Return each group's name: its parameters' module, or the first parameter if groups share the module.
 
     ``groups``: the names of each group's parameters.
     """
@@ -86,7 +86,7 @@ def group_names(groups: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _module_of(names: Sequence[str]) -> str:
-    """Return the innermost module that all these parameters are in; of one parameter, its own name."""
+    """Return the innermost module that all these parameters are in; for one parameter, its own name."""
     parts = [name.split(".") for name in names]
     common = []
     for level in zip(*parts, strict=False):
@@ -97,12 +97,12 @@ def _module_of(names: Sequence[str]) -> str:
 
 
 def name_of_copy(queue: Queue, group: str, kind: Kind) -> str:
-    """Return what a copy on a queue does."""
+    """Return the name of a copy on a queue."""
     return f"{_COPIES[queue]} {group} ({kind.value})"
 
 
 class WorkNames:
-    """Says what the instructions of a plan do."""
+    """Name the instructions of a plan."""
 
     def __init__(self, program: Program, plan: Plan) -> None:
         tensors, self._moments = program.trace.tensors, program.trace.moments
@@ -111,7 +111,7 @@ class WorkNames:
         self._home, self._sizes = plan.home, {each.name: slot_bytes(plan.home, each) for each in plan.segments}
 
     def of(self, instr: Instr, segment: SegmentName) -> Work:
-        """Return what an instruction of a segment (one that takes time) does."""
+        """Describe an instruction of a segment (one that takes time)."""
         op, sizes = instr.op, self._sizes[segment]
         if isinstance(op, Run):
             return Work(self._moments[op.visit].name, "", sum(sizes.get(slot, 0) for slot in op.slots))
@@ -146,7 +146,7 @@ def planned_pieces(
     ranks_per_node: int | None = None,
     early: EarlySteps | None = None,
 ) -> PlannedPieces:
-    """Simulate these segments, one after the other from a standing start; see [Note: as the engine issues].
+    """Simulate these segments one after the other; see [Note: as the engine issues].
 
     ``early``: the steps that begin within backward.
     """

@@ -1,7 +1,7 @@
-"""When the worker's thread is done with each piece of work, beside copies that use the host's memory too.
+"""Compute when the worker's thread is done with each piece of work, while copies use host memory too.
 
-Work goes on at the rate that copies leave, as far as these are known: a copy that is launched later begins later. So
-nothing is worked out beyond the time that somebody asks about.
+Work runs at the rate that known copies leave. A copy that is launched later begins later. So nothing is computed beyond
+the requested time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class HostWorker:
     """Pieces of work in order, and the copies beside them."""
 
     def __init__(self, spare: float = 0.0) -> None:
-        """``spare``: what the memory gives besides what the worker can take, as a part of that."""
+        """Begin; ``spare``: the memory bandwidth that the worker cannot use, as a fraction of the worker's."""
         self._spare = spare
         self.ends: list[float] = []
         """Of the pieces that are over."""
@@ -31,32 +31,32 @@ class HostWorker:
         """Of the piece that has begun, its seconds if nothing were beside it; None: none has."""
 
     def launch(self, ready: float, seconds: float) -> int:
-        """Add a piece of work that may begin at a time, and return its number."""
+        """Add a piece of work that may begin at a time; return its number."""
         self._ready.append(ready)
         self._seconds.append(seconds)
         return len(self._ready) - 1
 
     def copies(self, direction: int, begin: float, end: float, share: float) -> None:
-        """Add a copy, which takes as much of the host's memory as this part of the worker's bandwidth."""
+        """Add a copy, which uses this fraction of the worker's bandwidth of host memory."""
         self._copies[direction].append((begin, end, share))
 
     def done(self, number: int, now: float) -> bool:
-        """Whether a piece of work is over at a time; nothing may be added later that begins before."""
+        """Return True if a piece of work is over at a time; nothing may be added later that begins before."""
         self._advance(number, now)
         return number < len(self.ends) and self.ends[number] <= now
 
     def end(self, number: int) -> float:
-        """When a piece of work is over, if nothing else is launched before."""
+        """Return when a piece of work is over, if nothing else is launched before."""
         self._advance(number, math.inf)
         return self.ends[number]
 
     def span(self, number: int) -> tuple[float, float]:
-        """When a piece of work begins and is over, if nothing else is launched before."""
+        """Return when a piece of work begins and is over, if nothing else is launched before."""
         end = self.end(number)
         return max(self._ready[number], self.ends[number - 1] if number else 0.0), end
 
     def expected_end(self, number: int) -> float:
-        """When a piece of work is over; where that was not asked for yet, if no copies come beside it."""
+        """Return when a piece of work is over; if not computed yet, as if no copies ran beside it."""
         if number < len(self.ends):
             return self.ends[number]
         first, end = len(self.ends), self._now
@@ -66,7 +66,7 @@ class HostWorker:
         return end
 
     def finish(self) -> float:
-        """When all work is over."""
+        """Return when all work is over."""
         return self.end(len(self._ready) - 1) if self._ready else 0.0
 
     def _advance(self, number: int, until: float) -> None:
@@ -89,7 +89,7 @@ class HostWorker:
             self._now = then
 
     def _beside(self) -> tuple[float, float]:
-        """Return the bandwidth that copies take now, as a part of the worker's, and the time at which that changes."""
+        """Return the bandwidth that copies use now, as a fraction of the worker's, and the time of its next change."""
         share, change = 0.0, math.inf
         for direction, copies in enumerate(self._copies):
             at = self._at[direction]

@@ -1,8 +1,8 @@
-"""The independent checker of plans.
+"""Check plans independently of the planner.
 
-`verify` shares the vocabulary (`_program`, `_plan`) with the planner and nothing else. It walks each segment once, in
-one allowed order, and answers for all of them: see [Note: happens-before] in `order`, [Note: races] in `slots` and,
-for what is checked, [Note: what a plan means] in `_plan`.
+`verify` shares the vocabulary (`_program`, `_plan`) with the planner and nothing else. It walks through each segment
+once, in one allowed order, and the result holds for all. See [Note: happens-before] in `order` and [Note: races] in
+`slots`. What is checked is in [Note: what a plan means] in `_plan`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ps_core._errors import InvalidInput
 from ps_core._plan import Plan, Segment, check_tiers
 from ps_core._program import Extent, Program
 from ps_core._verify.contents import Contents, sizes
-from ps_core._verify.fault import Fault
 from ps_core._verify.order import START, arrange
+from ps_core._verify.plan_fault import Fault
 from ps_core._verify.ranges import Ranges
 from ps_core._verify.slots import check_range
 
@@ -26,7 +26,7 @@ def verify(program: Program, plan: Plan) -> None:
 
 
 def faults(program: Program, plan: Plan, limit: int = 20) -> tuple[Fault, ...]:
-    """The first broken rule of the plan's frame or, if that is sound, of each segment."""
+    """Return the first broken rule of the plan's frame; if there is none, that of each segment."""
     return tuple(fault for fault, _ in zip(_faults(program, plan), range(limit), strict=False))
 
 
@@ -50,7 +50,7 @@ def _faults(program: Program, plan: Plan) -> Iterator[Fault]:
 
 
 def _check_frame(program: Program, plan: Plan, known: dict[Extent, int]) -> None:
-    """Tiers, home, and the list of segments."""
+    """Check tiers, home slots, and the list of segments."""
     try:
         check_tiers(plan.tiers)
     except InvalidInput as error:

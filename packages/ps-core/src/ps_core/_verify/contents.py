@@ -1,4 +1,4 @@
-"""What each instruction does to the slots of a segment, checked against what the program wants.
+"""Track what each instruction does to a segment's slots, and compare with what the program needs.
 
 Contents are (extent, version), never bytes: see [Note: extents and versions] in `_program`.
 """
@@ -29,8 +29,8 @@ from ps_core._plan import (
     worker,
 )
 from ps_core._program import Extent, Kind, Program, SegmentName
-from ps_core._verify.fault import Fault
 from ps_core._verify.order import BEGINNING, START, Clock, Stamp
+from ps_core._verify.plan_fault import Fault
 from ps_core._verify.ranges import TIDE
 from ps_core._verify.slots import Slot, Slots, describe, ids
 
@@ -38,7 +38,7 @@ _ANYWHERE: tuple[type, ...] = (Reserve, Release, Copy, Shift)
 
 
 def allowed_in(program: Program, segment: SegmentName) -> frozenset[type]:
-    """The instructions that have a meaning in a segment."""
+    """Return the instructions that a segment may have."""
     if segment is SegmentName.STEP:
         return frozenset((*_ANYWHERE, Step))
     if segment in (SegmentName.SKIP, SegmentName.PROLOGUE):
@@ -52,7 +52,7 @@ def allowed_in(program: Program, segment: SegmentName) -> frozenset[type]:
 
 
 def sizes(program: Program) -> dict[Extent, int]:
-    """Bytes of every extent there can be."""
+    """Return the bytes of every possible extent."""
     kinds = [kind for kind in Kind if kind is not Kind.ACT]
     extents = [Extent(kind, group.index) for group in program.layout.groups for kind in kinds]
     extents += [Extent(Kind.ACT, index) for index in range(len(program.trace.activations))]
@@ -60,14 +60,14 @@ def sizes(program: Program) -> dict[Extent, int]:
 
 
 def _queues_between(plan: Plan) -> dict[tuple[int, int], Queue]:
-    """For each pair of neighbouring tiers, the queue that copies from the first to the second."""
+    """Return, for each pair of adjacent tiers, the queue that copies from the first to the second."""
     names = [tier.name for tier in plan.tiers]
     pairs = [pair for low in range(len(names) - 1) for pair in ((low, low + 1), (low + 1, low))]
     return {(source, target): link(names[source], names[target]) for source, target in pairs}
 
 
 class Contents:
-    """One segment being walked through."""
+    """The contents of one segment's slots during the walk."""
 
     def __init__(self, program: Program, plan: Plan, segment: Segment, sizes: dict[Extent, int]) -> None:
         self._program = program
@@ -109,7 +109,7 @@ class Contents:
         return {op: handler for op, handler in handlers.items() if op in allowed}
 
     def apply(self, instr: Instr, me: Stamp, clock: Clock) -> None:
-        """Do what an instruction does; `Fault` if that breaks a rule in any order."""
+        """Apply an instruction; raise `Fault` if that breaks a rule in any order."""
         self._me, self._clock = me, clock
         handler = self._handlers.get(type(instr.op))
         if handler is None:
@@ -117,7 +117,7 @@ class Contents:
         handler(instr.op)
 
     def finish(self) -> None:
-        """`Fault` unless the segment ends at home with all its work done."""
+        """Raise `Fault` unless the segment ends in its home placement with all its work done."""
         if self._ran < len(self._visits):
             raise Fault(f"moment {self._visits[self._ran].name!r} run", "it never is")
         wanted = int(self._segment is SegmentName.MICRO_LAST)
@@ -143,7 +143,7 @@ class Contents:
         return self._slots.get(number, self._clock)
 
     def _slots_on(self, tier: int | None, *numbers: int) -> list[Slot]:
-        """Different slots, all on one tier (None: the first one's)."""
+        """Return different slots, all on one tier (None: the first one's)."""
         if len(set(numbers)) < len(numbers):
             raise Fault("different slots", f"slots {numbers}")
         slots = [self._slot(number) for number in numbers]
@@ -154,7 +154,7 @@ class Contents:
         return slots
 
     def _worker_slots(self, *numbers: int) -> list[Slot]:
-        """Different slots on one tier that can compute, if this is its worker."""
+        """Return different slots on one tier that can compute, if this is its worker."""
         slots = self._slots_on(None, *numbers)
         tier = slots[0].tier
         if tier and self._workers[tier] is not Queue.CPU:
@@ -176,7 +176,7 @@ class Contents:
         self._slots.write(slot, (extent, version), self._me, self._clock)
 
     def _learning(self, group: int) -> int:
-        """How many gradient moments a group has; it must have some."""
+        """Return how many gradient moments a group has; raise if it has none."""
         if group not in self._norms:
             raise Fault("a group that gets a gradient", f"group {group}")
         return len(self._program.gradient_visits[group])
@@ -243,7 +243,7 @@ class Contents:
             raise Fault(f"{name} to stay in slot {number}", moved, others=ids([slot.since]))
 
     def _raise_tide(self, tide_bytes: int, wanted_bytes: int) -> None:
-        """Give non-model data its bytes for this moment, and take back what it will not need until the next."""
+        """Set the non-model bytes of this moment, and take back those that it will not need until the next."""
         if not tide_bytes >= wanted_bytes:
             raise Fault(f"{wanted_bytes} non-model bytes", f"{tide_bytes}")
         ranges, capacity = self._slots.ranges[0], self._plan.tiers[0].capacity_bytes

@@ -1,9 +1,9 @@
-"""Which instructions of a segment are complete before which others start, in every order that is allowed.
+"""Find which instructions of a segment are complete before others start, in every allowed order.
 
 [Note: happens-before]
-An instruction waits for the one before it on its queue and for those in ``after``; what these wait for is complete
-too. So for each instruction one number per queue says it all: how many of that queue's instructions are complete
-before it starts. Such a row of numbers is a *clock*, and "a before b, always" is one comparison.
+An instruction waits for the one before it on its queue and for those in ``after``. What these wait for is complete too.
+So one number per queue says everything: how many of its instructions are complete before this one starts. Such a row of
+numbers is a *clock*, and "a before b, always" is one comparison.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ps_core._plan import Instr, Queue
-from ps_core._verify.fault import Fault
+from ps_core._verify.plan_fault import Fault
 
 Clock: TypeAlias = list[int]
 
@@ -28,7 +28,7 @@ class Stamp(NamedTuple):
     id: int
 
     def before(self, clock: Clock) -> bool:
-        """Whether it is complete before the clock's owner starts, always."""
+        """Return True if it is always complete before the clock's owner starts."""
         return clock[self.queue] >= self.place
 
 
@@ -37,7 +37,7 @@ BEGINNING = Stamp(0, 0, -1)
 
 
 def arrange(instrs: Sequence[Instr]) -> Iterator[tuple[Instr, Stamp, Clock]]:
-    """The instructions in one order that is allowed, each with its stamp and clock; `Fault` if there is none."""
+    """Yield the instructions in an allowed order, each with its stamp and clock; raise `Fault` if there is none."""
     places = {instr.id: index for index, instr in enumerate(instrs)}
     if len(places) != len(instrs):
         raise Fault("every id once", f"{len(instrs) - len(places)} used again")
@@ -71,7 +71,7 @@ _QUEUES = frozenset(Queue)
 
 
 def _sorted(instrs: Sequence[Instr], places: dict[int, int]) -> Sequence[int]:
-    """Indices so that each comes after all it waits for. As listed, if that will do."""
+    """Return indices so that each comes after all it waits for; the listed order, if that is allowed."""
     if all(places[other] < index for index, instr in enumerate(instrs) for other in instr.after):
         return range(len(instrs))
     waits = [0] * len(instrs)

@@ -1,12 +1,12 @@
-"""Who owns which addresses of a tier, and since when they are free."""
+"""Track who owns which addresses of a tier, and since when they are free."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from typing import TypeAlias
 
-from ps_core._verify.fault import Fault
 from ps_core._verify.order import Clock, Stamp
+from ps_core._verify.plan_fault import Fault
 
 TIDE = -1
 """The owner that is non-model data."""
@@ -16,7 +16,7 @@ Owner: TypeAlias = int | Stamp | None
 
 
 class Ranges:
-    """One tier's addresses, cut into pieces with one owner each."""
+    """The addresses of one tier, cut into pieces with one owner each."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._end = capacity_bytes
@@ -24,7 +24,7 @@ class Ranges:
         self._owners: list[Owner] = [None]
 
     def check_free(self, start: int, end: int, clock: Clock, *, but: Owner = None) -> None:
-        """`Fault` unless the range is free, in every order, when the clock's owner starts. ``but`` may own of it."""
+        """Raise `Fault` unless the range is free, in every order, when the clock's owner starts; ``but`` may own it."""
         if start >= end:
             return
         if start < 0 or end > self._end:

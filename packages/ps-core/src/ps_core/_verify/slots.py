@@ -1,10 +1,10 @@
-"""A segment's slots while it is being checked: where they are, what they hold, and who touched them.
+"""Track a segment's slots while it is checked: their ranges, contents, and uses.
 
 [Note: races]
 Instructions are walked in one allowed order; clocks tell what other orders there are. A read must find the right
-content and be ordered after every write so far; a write must be ordered after every read so far. Two writes that no
-order settles leave a *torn* slot, which is a fault only if it is read. A write that stores what is already
-there changes nothing in any order, so it counts as a read.
+content and be ordered after every write so far. A write must be ordered after every read so far. Two writes that no
+order settles leave a *torn* slot, which is a fault only if it is read. A write that stores what is already there
+changes nothing in any order, so it counts as a read.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TypeAlias
 from ps_core._plan import Held, Tier
 from ps_core._program import Extent
 from ps_core._units import ALIGNMENT_BYTES
-from ps_core._verify.fault import Fault
 from ps_core._verify.order import BEGINNING, Clock, Stamp
+from ps_core._verify.plan_fault import Fault
 from ps_core._verify.ranges import Ranges
 
 Content: TypeAlias = tuple[Extent, int] | None
@@ -24,7 +24,7 @@ Content: TypeAlias = tuple[Extent, int] | None
 
 
 def check_range(tiers: tuple[Tier, ...], tier: int, offset: int, size: int) -> None:
-    """`Fault` unless a range is aligned, not empty, and inside its tier."""
+    """Raise `Fault` unless a range is aligned, not empty, and inside its tier."""
     if not 0 <= tier < len(tiers):
         raise Fault(f"one of {len(tiers)} tiers", f"tier {tier}")
     if offset < 0 or size <= 0 or offset % ALIGNMENT_BYTES or size % ALIGNMENT_BYTES:
@@ -35,7 +35,7 @@ def check_range(tiers: tuple[Tier, ...], tier: int, offset: int, size: int) -> N
 
 
 class Slot:
-    """A live slot."""
+    """A slot between its reservation and its release."""
 
     __slots__ = ("bytes", "content", "number", "offset", "readers", "since", "tier", "writers")
 
@@ -52,7 +52,7 @@ class Slot:
 
 
 class Slots:
-    """All slots of one segment, and the addresses they own."""
+    """Track all slots of one segment, and the addresses they own."""
 
     def __init__(self, tiers: tuple[Tier, ...], home: tuple[Held, ...], entry: dict[Extent, int]) -> None:
         self.tiers = tiers
@@ -68,7 +68,7 @@ class Slots:
             self.ranges[held.tier].paint(held.offset, held.offset + held.bytes, number)
 
     def get(self, number: int, clock: Clock) -> Slot:
-        """A slot that is live, in every order, when the clock's owner starts."""
+        """Return a slot that exists, in every order, when the clock's owner starts."""
         slot = self.live.get(number)
         if slot is None:
             raise Fault(f"slot {number} live", "it is not")
@@ -81,7 +81,7 @@ class Slots:
         return slot
 
     def reserve(self, number: int, place: tuple[int, int, int], me: Stamp, clock: Clock) -> None:
-        """Make a slot with poison in it."""
+        """Add a slot with poison in it."""
         if number < self._first_number or number in self._used:
             raise Fault("a slot number of its own", f"slot {number} again")
         tier, offset, size = place
@@ -92,14 +92,14 @@ class Slots:
         self.live[number] = Slot(number, place, None, me)
 
     def release(self, number: int, me: Stamp, clock: Clock) -> None:
-        """End a slot that nobody is using in any order."""
+        """End a slot that nothing uses in any order."""
         slot = self.get(number, clock)
         self._check_idle(slot, clock)
         self.ranges[slot.tier].paint(slot.offset, slot.offset + slot.bytes, me)
         del self.live[number]
 
     def shift(self, number: int, offset: int, me: Stamp, clock: Clock) -> None:
-        """Move a slot within its tier; to where it is already counts as a read."""
+        """Move a slot within its tier; moving it to where it is counts as a read."""
         slot = self.get(number, clock)
         ranges = self.ranges[slot.tier]
         if offset == slot.offset:
@@ -113,7 +113,7 @@ class Slots:
         slot.offset, slot.since = offset, me
 
     def read(self, slot: Slot, wanted: Content, me: Stamp, clock: Clock) -> None:
-        """`Fault` unless the slot holds what is wanted, in every order."""
+        """Raise `Fault` unless the slot holds ``wanted`` in every order."""
         if slot.content != wanted:
             raise Fault(
                 f"{describe(wanted)} in slot {slot.number}",
@@ -140,7 +140,7 @@ class Slots:
 
 
 def describe(content: Content) -> str:
-    """What a slot holds, in words."""
+    """Return what a slot holds, in words."""
     if content is None:
         return "nothing that may be read"
     (kind, index), version = content
@@ -148,7 +148,7 @@ def describe(content: Content) -> str:
 
 
 def ids(stamps: Iterable[Stamp]) -> tuple[int, ...]:
-    """What messages call them by."""
+    """Return the instructions' ids, for messages."""
     return tuple(stamp.id for stamp in stamps)
 
 

@@ -1,1 +1,1 @@
-"""What is trained: shapes with names, traces computed from them, Hugging Face configurations."""
+"""Describe what is trained: named shapes, traces computed from shapes, Hugging Face configurations."""

@@ -1,9 +1,9 @@
-"""What of a model need not be on the accelerator as a whole: a token table on the host, a head in tiles.
+"""Compute the costs of a token table on the host, and of a head in tiles.
 
 [Note: the head in tiles]
-With a loss in chunks of rows a tile's logits exist for one chunk at a time, and what a tile's chunks add up to is in
-fp32. Bytes besides the head's input, ``R`` rows of a chunk, ``W`` words of a tile, ``h`` hidden size, ``e`` bytes of an
-element; fp32 logits are 4 bytes each, in 16 bits there are those they were made of, too (``4 + e``):
+With a loss in chunks, a tile has one chunk's logits at a time. A tile's chunks are summed in fp32. The table has the
+bytes besides the head's input. ``R`` is a chunk's rows, ``W`` a tile's words, ``h`` the hidden size, ``e`` an element's
+bytes. An fp32 logit has 4 bytes. In 16 bits there is also the logit that it was made of (``4 + e``):
 
     forward, one chunk    8RW                             logits, and the same less the largest
       several             + eRW in 16 bits                the last chunk's logits are there while the next are made
@@ -15,8 +15,8 @@ element; fp32 logits are 4 bytes each, in 16 bits there are those they were made
     of every tile, and    16T, in backward 20T            labels of its words, sums and right logits
       once more
 
-(Brackets: in 16 bits.) In backward two gradients of the hidden states are there: the one that tiles add to, and the
-newest. Where all logits are made at once (no chunked loss) tiles change the products, not the logits.
+Brackets are for 16 bits. In backward two gradients of the hidden states exist: the sum over tiles, and the newest.
+Without a chunked loss all logits are made at once. Then tiles change the products, not the logits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEAD = "lm_head"
 
 
 def check_apart(shape: TransformerShape, *, head_tiles: int, cpu_embedding: bool) -> None:
-    """`InvalidInput` where the head needs all of the table, or has fewer words than tiles."""
+    """Raise `InvalidInput` if the head needs all of the table, or has fewer words than tiles."""
     if not cpu_embedding and head_tiles == 1:
         return
     if shape.tied_head or shape.family is Family.BERT:
@@ -48,7 +48,7 @@ def check_apart(shape: TransformerShape, *, head_tiles: int, cpu_embedding: bool
 
 
 def in_tiles(placed: Iterable[Placed], shape: TransformerShape, tiles: int) -> Iterator[Placed]:
-    """The same tensors, the head's matrix cut as `ps_models` cuts it: the first tiles have a word more."""
+    """Yield the tensors with the head's matrix cut as `ps_models` cuts it: the first tiles may have one more word."""
     for tensor in placed:
         if tiles == 1 or tensor.name != f"{_HEAD}.weight":
             yield tensor
@@ -61,7 +61,7 @@ def in_tiles(placed: Iterable[Placed], shape: TransformerShape, tiles: int) -> I
 
 @dataclass(frozen=True, kw_only=True)
 class TiledHead:
-    """Bytes of a head in tiles whose loss is computed in chunks; see [Note: the head in tiles]."""
+    """The bytes of a head in tiles whose loss is computed in chunks; see [Note: the head in tiles]."""
 
     shape: TransformerShape
     tiles: int
@@ -72,18 +72,18 @@ class TiledHead:
 
     @property
     def words(self) -> int:
-        """Of the largest tile."""
+        """Return the words of the largest tile."""
         return -(-self.shape.vocabulary // self.tiles)
 
     @property
     def forward(self) -> int:
-        """Besides what the head keeps."""
+        """Return the bytes of forward, besides what the head keeps."""
         last = self.element_bytes if self._several and self._narrow else 0
         return (8 + last) * self.rows * self.words + 16 * self.tokens * (self.tiles + 1)
 
     @property
     def backward(self) -> int:
-        """Besides what the head keeps, and the gradient that comes out of it."""
+        """Return the bytes of backward, besides what the head keeps and the gradient of its input."""
         each, logits, hidden = self.element_bytes, self.rows * self.words, self.shape.hidden
         weight = hidden * self.words if self.gradient_buffers else 0
         errors, states = each * logits, 2 * each * self.rows * hidden

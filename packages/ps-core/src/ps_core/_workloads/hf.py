@@ -1,4 +1,4 @@
-"""Shapes from Hugging Face ``config.json`` files, without Hugging Face."""
+"""Read shapes from Hugging Face ``config.json`` files, without Hugging Face."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _Value = TypeVar("_Value", int, bool)
 
 
 def shape_from_config(source: str | Path) -> TransformerShape:
-    """The shape a ``config.json`` describes: its text, the path to it, or the directory it is in.
+    """Return the shape that a ``config.json`` describes: its text, the path to it, or its folder.
 
-    A text is told from a path by its opening brace. The shape is of the language-model class of its family, with BERT
-    that of the class named in ``architectures``.
+    A text begins with an opening brace; anything else is a path. The shape is that of the family's language-model
+    class; for BERT, that of the class named in ``architectures``.
     """
     name, text = _read(source)
     try:
@@ -61,11 +61,11 @@ class _Config:
         self.data = data
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1; without a default it must be there."""
+        """Return an integer of at least 1; without a default it must be there."""
         return self._get(key, default, int, "a whole number of at least 1")
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return a boolean."""
         return self._get(key, default, bool, "true or false")
 
     def _get(self, key: str, default: _Value | None, kind: type[_Value], what: str) -> _Value:
@@ -79,13 +79,13 @@ class _Config:
         return value
 
     def head_dim(self, hidden: int, heads: int) -> int:
-        """The width of a head, given or what the hidden size leaves."""
+        """Return the width of a head: the given one, or the hidden size over the heads."""
         if self.data.get("head_dim") is None and hidden % heads:
             raise InvalidInput(f"{self.name}: the hidden size {hidden} cannot be cut into {heads} equal heads")
         return self.whole("head_dim", max(1, hidden // heads))
 
     def is_for(self, architecture: str) -> bool:
-        """Whether the file says it is of that class; a file that says nothing is of any."""
+        """Return True if the file names this class, or none."""
         said = self.data.get("architectures")
         return not isinstance(said, list) or not said or architecture in said
 

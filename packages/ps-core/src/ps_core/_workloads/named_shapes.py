@@ -1,4 +1,4 @@
-"""Shapes that have a name, and shapes from a few numbers."""
+"""Make shapes from a name, or from a few numbers."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def gpt(
     positions: int = 1024,
     name: str | None = None,
 ) -> TransformerShape:
-    """A GPT-2-like shape.
+    """Return a GPT-2-like shape.
 
-    Heads not given: as published where the hidden size is (16, or 96 at 12288), else 128 wide where that divides the
-    hidden size, else as near above 64 wide as divides it.
+    If heads are not given, they are as published (16, or 96 at 12288) where the hidden size is. Else each is 128 wide
+    where that divides the hidden size. Else each has the smallest width above 64 that divides it.
     """
     name = name or f"gpt-{layers}x{hidden}"
     if heads is None:
@@ -77,7 +77,7 @@ def _heads(hidden: int) -> int:
 
 
 def bert(layers: int, hidden: int, heads: int, *, name: str) -> TransformerShape:
-    """A BERT shape with both pre-training heads (masked words, next sentence) and the uncased vocabulary."""
+    """Return a BERT shape with both pre-training heads (masked words, next sentence) and the uncased vocabulary."""
     return TransformerShape(
         name=name,
         family=Family.BERT,
@@ -106,7 +106,7 @@ def llama(  # noqa: PLR0913 - the numbers of a shape
     tied_head: bool,
     name: str,
 ) -> TransformerShape:
-    """A Llama shape, without biases."""
+    """Return a Llama shape, without biases."""
     return TransformerShape(
         name=name,
         family=Family.LLAMA,
@@ -149,12 +149,12 @@ _FREE_NAME = re.compile(r"(gpt|bert)-(\d{1,6})x(\d{1,7})")
 
 
 def names() -> tuple[str, ...]:
-    """Every name `shape` knows, small to large within each kind."""
+    """Return every name that `shape` knows, small to large within each kind."""
     return tuple(_NAMED)
 
 
 def published_names() -> tuple[str, ...]:
-    """The names of the published size table."""
+    """Return the names of the published size table."""
     return tuple(f"gpt-{label}" for label in _PUBLISHED)
 
 
@@ -162,9 +162,9 @@ _ANY_SIZE = "gpt-LAYERSxHIDDEN or bert-LAYERSxHIDDEN is any size, as in gpt-24x2
 
 
 def shape(name: str, *, vocabulary: int | None = None, positions: int | None = None) -> TransformerShape:
-    """The shape of that name (case does not matter), or of ``gpt-LAYERSxHIDDEN`` or ``bert-LAYERSxHIDDEN``.
+    """Return the shape of that name (in any case), or of ``gpt-LAYERSxHIDDEN`` or ``bert-LAYERSxHIDDEN``.
 
-    Numbers given replace its own.
+    Given numbers replace its own.
     """
     key = name.strip().lower()
     found = _NAMED.get(key)
@@ -180,7 +180,7 @@ def shape(name: str, *, vocabulary: int | None = None, positions: int | None = N
 
 
 def size_table() -> str:
-    """Every named size as a Markdown table."""
+    """Return every named size as a Markdown table."""
     lines = [
         "| name | layers | hidden | heads | head width | vocabulary | positions | parameters |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",

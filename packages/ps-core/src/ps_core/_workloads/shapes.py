@@ -1,7 +1,6 @@
-"""Transformer shapes, and the tensors each one has.
+"""Define transformer shapes, and the tensors of each.
 
-Tensors carry the names Hugging Face gives them, in the order ``named_parameters()`` lists them; a tied head is not
-listed twice.
+Tensors have Hugging Face's names, in the order of ``named_parameters()``. A tied head is not listed twice.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MOST_WIDTH = 2**31
 
 
 class Family(StrEnum):
-    """Whose names and whose block: where norms sit, how positions enter."""
+    """Name the family of a model: its tensors' names and its block (place of norms, kind of positions)."""
 
     GPT2 = "gpt2"
     """Pre-norm decoder, learned positions, fused query-key-value."""
@@ -34,14 +33,14 @@ class Family(StrEnum):
 
 
 class Norm(StrEnum):
-    """What a normalisation learns: scale and shift, or scale alone."""
+    """Name what a normalisation learns: scale and shift, or scale alone."""
 
     LAYER = "layer"
     RMS = "rms"
 
 
 class Part(StrEnum):
-    """Where in the model a tensor works."""
+    """Name the part of a model that uses a tensor."""
 
     EMBEDDING = "embedding"
     ATTENTION = "attention"
@@ -51,7 +50,7 @@ class Part(StrEnum):
 
 
 class Placed(NamedTuple):
-    """A tensor and where it works; ``layer`` is -1 outside the blocks."""
+    """A tensor and the part that uses it; ``layer`` is -1 outside the blocks."""
 
     part: Part
     layer: int
@@ -61,7 +60,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """Everything that decides which tensors a model has and what computing with them costs."""
+    """Hold everything that decides which tensors a model has and what computing with them costs."""
 
     name: str
     family: Family
@@ -103,57 +102,57 @@ class TransformerShape:
 
     @property
     def query_width(self) -> int:
-        """Width of all query heads together."""
+        """Return the width of all query heads together."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Width of all key heads together, and of all value heads."""
+        """Return the width of all key heads together, which is also that of all value heads."""
         return self.kv_heads * self.head_dim
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees only those before it."""
+        """Return True if a token attends only to earlier ones."""
         return self.family is not Family.BERT
 
     @property
     def post_norm(self) -> bool:
-        """Whether a norm follows each residual sum instead of preceding each branch."""
+        """Return True if a norm follows each residual sum; False if it precedes each branch."""
         return self.family is Family.BERT
 
     @property
     def learned_positions(self) -> bool:
-        """Whether positions are a table of parameters."""
+        """Return True if positions are a table of parameters."""
         return self.family in (Family.GPT2, Family.BERT)
 
     @property
     def norm(self) -> Norm:
-        """What its norms learn."""
+        """Return what the norms learn."""
         return Norm.LAYER if self.learned_positions else Norm.RMS
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised too, a head at a time."""
+        """Return True if queries and keys are normalised too, one head at a time."""
         return self.family is Family.QWEN3
 
     @property
     def gated_mlp(self) -> bool:
-        """Whether the MLP multiplies its activation with a second projection."""
+        """Return True if the MLP multiplies its activation with a second projection."""
         return not self.learned_positions
 
     @property
     def parameters(self) -> int:
-        """Elements of all tensors."""
+        """Return the number of elements of all tensors."""
         return sum(tensor.numel for tensor in placed_tensors(self))
 
 
 def tensors(shape: TransformerShape) -> tuple[Tensor, ...]:
-    """Every parameter tensor, in the order of ``named_parameters()``."""
+    """Return every parameter tensor, in the order of ``named_parameters()``."""
     return tuple(Tensor(name=tensor.name, numel=tensor.numel) for tensor in placed_tensors(shape))
 
 
 def placed_tensors(shape: TransformerShape) -> tuple[Placed, ...]:
-    """The same tensors with the part of the model each belongs to."""
+    """Return every parameter tensor with the part of the model that uses it."""
     if shape.family is Family.GPT2:
         return tuple(_gpt2(shape))
     if shape.family is Family.BERT:

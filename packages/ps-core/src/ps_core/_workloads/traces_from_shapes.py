@@ -1,4 +1,4 @@
-"""Make traces from a shape, without running anything: the moments, with the bytes and operations of `costs`."""
+"""Make traces from a shape, without running anything: the moments, with bytes and operations by formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ps_core._workloads.workload import Workload
 
 
 def analytic_trace(shape: TransformerShape, workload: Workload) -> Trace:
-    """What one micro-batch of that work on that shape touches: embedding, attention and MLP of each block, head."""
+    """Return what one micro-batch touches: embedding, attention and MLP of each block, head."""
     if workload.seq > shape.positions:
         raise InvalidInput(f"{shape.name} has {shape.positions} positions, too few for a sequence of {workload.seq}")
     check_apart(shape, head_tiles=workload.head_tiles, cpu_embedding=workload.cpu_embedding)
@@ -36,7 +36,7 @@ def analytic_trace(shape: TransformerShape, workload: Workload) -> Trace:
 
 
 class _Builder:
-    """Makes the moments of one trace from its costs and from which tensors each part of the model has."""
+    """Make the moments of one trace from its costs and from the tensors of each part of the model."""
 
     def __init__(self, shape: TransformerShape, work: Workload) -> None:
         self.work = work
@@ -64,14 +64,22 @@ class _Builder:
         self.loss_runs = 3 if work.chunked_loss else 2
 
     def kept(self, blocks: int) -> int:
-        """Bytes alive outside the block that runs, when that many blocks have kept what backward needs of them."""
+        """Return the bytes alive outside the running block, when so many blocks have saved tensors for backward."""
         costs = self.costs
         each = costs.state if self.work.checkpointing else costs.state + costs.attention_kept + costs.mlp_kept
         held = 0 if self.work.offload_checkpoints else each * blocks
         return costs.inputs + costs.embedding_kept + held
 
+    def saved(self, layer: int) -> tuple[int, ...]:
+        """The activation that a block's input is, if it is moved and there is such a block.
+
+        It is copied into its slot when the input was made, and out of it before the block is recomputed. So the moments
+        before the block's own make it and take it.
+        """
+        return (layer,) if self.work.offload_checkpoints and 0 <= layer < self.layers else ()
+
     def largest(self, indices: tuple[int, ...]) -> int:
-        """Bytes in which the largest of these tensors' gradients arrives."""
+        """Return the bytes of the largest of these tensors' gradients as it arrives."""
         return self.costs.buffer(max((self.tensors[index].numel for index in indices), default=0))
 
     def embedding(self) -> Moment:
@@ -79,16 +87,16 @@ class _Builder:
             name="embedding",
             phase=Phase.FORWARD,
             reads=self.embedding_tensors,
+            makes=self.saved(0),
             nonmodel_bytes=self.kept(0) + 2 * self.costs.state + self.positions_bytes,
         )
 
     def block(self, layer: int) -> tuple[Moment, Moment]:
         costs, work = self.costs, self.work
         before = self.kept(layer)
-        own = 0 if work.offload_checkpoints else costs.state
         if work.checkpointing:
             attention = costs.state + costs.attention_forward
-            mlp = own + costs.state + costs.mlp_forward
+            mlp = 2 * costs.state + costs.mlp_forward
         else:
             attention = costs.state + costs.attention_kept + max(costs.state, costs.scores)
             mlp = costs.state + costs.attention_kept + costs.mlp_kept + costs.state
@@ -97,7 +105,6 @@ class _Builder:
                 name=f"layer {layer} attention",
                 phase=Phase.FORWARD,
                 reads=self.parts[Part.ATTENTION, layer],
-                makes=(layer,) if work.offload_checkpoints else (),
                 nonmodel_bytes=before + attention,
                 flops=costs.attention_flops,
             ),
@@ -105,13 +112,14 @@ class _Builder:
                 name=f"layer {layer} mlp",
                 phase=Phase.FORWARD,
                 reads=self.parts[Part.MLP, layer],
+                makes=self.saved(layer + 1),
                 nonmodel_bytes=before + mlp,
                 flops=costs.mlp_flops,
             ),
         )
 
     def head_part(self, tile: int) -> tuple[str, tuple[int, ...]]:
-        """A moment's name, and what it computes with: the whole head, or a tile (the norm is the first one's)."""
+        """Return a moment's name and tensors: the whole head, or a tile (the first one has the norm)."""
         tiles = self.work.head_tiles
         if tiles == 1:
             return "head", self.head_tensors
@@ -135,6 +143,7 @@ class _Builder:
             phase=Phase.BACKWARD,
             reads=reads,
             grads=reads,
+            takes=() if tile else self.saved(self.layers - 1),
             nonmodel_bytes=self.kept(self.layers) + self.costs.head_backward,
             flops=self.loss_runs * self.costs.head_flops / self.work.head_tiles,
         )
@@ -142,15 +151,13 @@ class _Builder:
     def block_backward(self, layer: int) -> tuple[Moment, ...]:
         costs, work = self.costs, self.work
         attention, mlp = self.parts[Part.ATTENTION, layer], self.parts[Part.MLP, layer]
-        takes = (layer,) if work.offload_checkpoints else ()
-        # The block's input (unless it is an activation of the trace) and the gradient that comes in from above.
-        base = self.kept(layer) + (0 if work.offload_checkpoints else costs.state) + costs.state
+        # The block's input and the gradient that comes in from above.
+        base = self.kept(layer) + 2 * costs.state
         both = costs.attention_kept + costs.mlp_kept
         recompute = Moment(
             name=f"layer {layer} recompute",
             phase=Phase.BACKWARD,
             reads=(*attention, *mlp),
-            takes=takes,
             nonmodel_bytes=base + max(costs.attention_kept + max(costs.state, costs.scores), both + costs.state),
             flops=costs.attention_flops + costs.mlp_flops,
         )
@@ -162,7 +169,6 @@ class _Builder:
                 # A checkpointed block keeps every parameter it touches until its gradients exist.
                 reads=(*attention, *mlp) if work.checkpointing else mlp,
                 grads=mlp,
-                takes=takes,
                 nonmodel_bytes=base + both + costs.mlp_backward + self.largest(mlp),
                 flops=2 * costs.mlp_flops,
             ),
@@ -171,7 +177,7 @@ class _Builder:
                 phase=Phase.BACKWARD,
                 reads=attention,
                 grads=attention,
-                takes=takes,
+                takes=self.saved(layer - 1),
                 nonmodel_bytes=base + costs.attention_kept + costs.attention_backward + self.largest(attention),
                 flops=2 * costs.attention_flops,
             ),

@@ -1,9 +1,10 @@
 """Compute bytes and operations of each part of a transformer from its shape.
 
 [Note: the memory model]
-Non-model bytes of a moment are the peak *during* it. Symbols: ``T`` tokens (batch x sequence), ``e`` bytes of a
-computed element, ``h`` hidden size, ``q`` and ``k`` width of all query heads and of all key heads, ``a`` heads,
-``f`` MLP width, ``V`` vocabulary, ``B`` batch, ``S`` sequence. ``x = eTh`` is one hidden-state tensor.
+Non-model bytes of a moment are the peak *during* it. ``T`` is the number of tokens, batch ``B`` times sequence ``S``.
+``e`` is the bytes of a computed element, ``h`` the hidden size, ``f`` the MLP's width, ``V`` the vocabulary. ``a`` is
+the number of heads. ``q`` is the width of all query heads, ``k`` of all key heads. ``x = eTh`` is one hidden-state
+tensor.
 
     what                          bytes                                       why it lives
     inputs                        16T (BERT 32T)                              token and label numbers, 8 bytes each
@@ -40,14 +41,15 @@ computed element, ``h`` hidden size, ``q`` and ``k`` width of all query heads an
 
 With checkpointing a block keeps only its input; in backward it is recomputed, keeps everything, and gives it back
 as its parts are differentiated. Checkpoints alive count up in forward and down in backward. Offloaded, a checkpoint
-is an `Activation`: in forward it exists beside the block's input while it is saved; in backward it *is* the block's
-input until attention's backward is done.
+is an `Activation`, which has memory of its own. It is copied from the block's input when that is made. In backward the
+input is copied from it before the block is recomputed, and lives until attention's backward is done.
 
-Sources: the per-block sum for GPT-2, 32 bytes x T x h with 16-bit elements, is that of Korthikanti et al. (arXiv
-2205.05198, section 4.1: 34 with its dropout masks) less the scores that attention kernels do not write (Dao et al.,
-arXiv 2205.14135); the kernels' fp32 accumulator is that of their backward. 12 bytes a logit are three fp32 tensors:
-log-softmax, its gradient, the logits' gradient (in forward: 16-bit logits and two fp32 tensors, 10). Left out: kernel
-workspaces, fragmentation, the device context (named reserves elsewhere), attention masks, sliding windows.
+The per-block sum for GPT-2 is 32 bytes x T x h with 16-bit elements. It is that of Korthikanti and others (arXiv
+2205.05198, section 4.1: 34 with its dropout masks). The scores that attention kernels do not write are subtracted (Dao
+and others, arXiv 2205.14135). The fp32 accumulator is that of these kernels' backward. Three fp32 tensors make 12 bytes
+a logit: log-softmax, its gradient, the logits' gradient. In forward there are 16-bit logits and two fp32 tensors: 10.
+Left out are kernel workspaces, fragmentation, the device context (reserves elsewhere), attention masks, sliding
+windows.
 """
 
 from __future__ import annotations
@@ -68,17 +70,17 @@ class Costs:
     work: Workload
 
     def elements(self, width: int) -> int:
-        """Bytes of a computed tensor of that width for every token."""
+        """Return the bytes of a computed tensor of that width for every token."""
         return self.work.precision_bytes * self.work.tokens * width
 
     @cached_property
     def state(self) -> int:
-        """One hidden-state tensor, ``x``."""
+        """Return the bytes of one hidden-state tensor, ``x``."""
         return self.elements(self.shape.hidden)
 
     @cached_property
     def scores(self) -> int:
-        """One materialised score matrix of all heads; 0 where the kernel keeps scores to itself."""
+        """Return the bytes of one materialised score matrix of all heads; 0 if the kernel never writes scores."""
         if not self.work.materialised_attention:
             return 0
         return self.work.precision_bytes * self.shape.heads * self.work.batch * self.work.seq**2
@@ -93,7 +95,7 @@ class Costs:
 
     @cached_property
     def projected(self) -> int:
-        """Queries, keys, values and the attention output."""
+        """Return the bytes of queries, keys, values and the attention output."""
         return self.elements(2 * self.shape.query_width + 2 * self.shape.kv_width)
 
     @cached_property
@@ -113,11 +115,11 @@ class Costs:
 
     @property
     def composed_activation(self) -> bool:
-        """Whether the activation is made of several operators."""
+        """Return True if the activation is made of several operators."""
         return self.shape.family is Family.GPT2 and not self.work.fused
 
     def norm_pieces(self, width: int) -> int:
-        """What a norm over that width keeps if it is made of several operators."""
+        """Return the bytes that a norm over that width keeps if it is made of several operators."""
         if self.work.fused or self.shape.norm is Norm.LAYER:
             return 0
         return self.elements(width) + (4 * self.work.tokens * width if self.work.precision_bytes < 4 else 0)
@@ -155,17 +157,17 @@ class Costs:
         return self.work.logit_bytes * self.loss_rows * self.shape.vocabulary
 
     def buffer(self, numel: int) -> int:
-        """Bytes in which gradients of that many elements arrive."""
+        """Return the bytes in which gradients of that many elements arrive."""
         return self.work.precision_bytes * numel if self.work.gradient_buffers else 0
 
     @cached_property
     def head_kept(self) -> int:
-        """What the head keeps besides logits, its input included."""
+        """Return the bytes that the head keeps besides logits, its input included."""
         return (4 if self.shape.post_norm else 2) * self.state + self.norm_pieces(self.shape.hidden)
 
     @cached_property
     def tiled_head(self) -> TiledHead | None:
-        """None where the head is whole, or all logits are there at once."""
+        """Return the head in tiles; None if the head is whole, or all logits are there at once."""
         work = self.work
         if work.head_tiles == 1 or not work.chunked_loss:
             return None
@@ -180,7 +182,9 @@ class Costs:
 
     @cached_property
     def head_forward(self) -> int:
-        """A loss in chunks makes the gradients at once, so it may need as much as backward."""
+        """Return the bytes of the head's forward; a loss in chunks makes gradients there, and may need backward's
+        bytes.
+        """
         if self.tiled_head is not None:
             return self.head_kept + self.tiled_head.forward
         made = self.state + self.head_gradient if self.work.chunked_loss else 0
@@ -194,7 +198,7 @@ class Costs:
 
     @cached_property
     def head_gradient(self) -> int:
-        """Logits' gradient, and that of the head's matrix: several chunks' sum is in fp32, beside it the newest."""
+        """Return the bytes of the gradients of logits and of the head's matrix; several chunks' sum is in fp32."""
         shape, work = self.shape, self.work
         words = -(-shape.vocabulary // work.head_tiles)
         weight = self.buffer(words * shape.hidden)

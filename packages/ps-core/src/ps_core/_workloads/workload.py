@@ -1,4 +1,4 @@
-"""What one process computes in one micro-batch."""
+"""Describe what one process computes in one micro-batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ps_core._errors import InvalidInput
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one process computes in one micro-batch, and how."""
+    """Describe what one process computes in one micro-batch, and how."""
 
     batch: int = 4
     seq: int = 1024
@@ -52,5 +52,5 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch."""
+        """Return the tokens of one micro-batch."""
         return self.batch * self.seq

@@ -1,4 +1,4 @@
-"""Training a PyTorch model whose model data does not fit the accelerator: see `chunked`."""
+"""Train a PyTorch model whose model data does not fit the accelerator: see `chunked`."""
 
 from ps_core._simulate.idle_time import StepTimes
 from ps_core.engine._checkpoint.check_files import check_checkpoint

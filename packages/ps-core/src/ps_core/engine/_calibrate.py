@@ -1,8 +1,9 @@
-"""Measure how fast this computer is: links, optimizer steps, norms, copies, matrix work. It takes less than a minute.
+"""Measure how fast this computer is: links, optimizer steps, norms, copies, matrix work.
 
     python -m ps_core.engine._calibrate
 
-prints a machine file; the lines that begin with # are figures that a plan does not use, and how steady the others are.
+prints a machine file, in less than a minute. Lines that begin with # are figures that a plan does not use. They also
+say how steady the others are.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def calibrate(device: torch.device, between: Callable[[], object] | None = None)
 
 
 def _of_a_device(device: torch.device, rows: list[Row], measure: Callable[[], None]) -> Machine:
-    """Times everything; what is known of the device itself, the rest as the built-in machine has it."""
+    """Measure a device. Its built-in machine gives what cannot be measured."""
     step, bf16, fp32 = StepRate(device), OnADevice(device, torch.bfloat16), OnADevice(device, torch.float32)
     rows += [[step.probe], bf16.probes, fp32.probes]
     measure()
@@ -124,7 +125,7 @@ def _of_a_cpu(
 
 
 def main() -> int:
-    """Print the machine file; where noise hid what cannot be nothing, measure once more, and then say so instead."""
+    """Print the machine file. If noise hid a figure, measure once more; if it does so again, say so instead."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     lost: list[str] = []
     for _ in range(2):

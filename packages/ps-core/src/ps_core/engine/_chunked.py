@@ -1,4 +1,4 @@
-"""``chunked``: put a model under management."""
+"""Define ``chunked``, which puts a model under management."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import nn
 from ps_core._errors import AlreadyManaged, InvalidInput, UnsupportedParameter
 from ps_core._options import IN_BACKWARD, Budget, Options, TorchOptimizer, check_unused, mark_used
 from ps_core._plan import Tier
-from ps_core._planner.policy import Policy
+from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.search import Setup
 from ps_core._program import Precision
 from ps_core.engine._devices.device import Device
 from ps_core.engine._devices.select import disk_file, largest_transient_group_bytes, resolve_device, tier_budgets
+from ps_core.engine._execution.build_components import Components, single_process_components
 from ps_core.engine._execution.compiled_blocks import refuse_compiled
 from ps_core.engine._execution.driver_protocols import Scheduler
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.engine_parts import Components, single_process_components
 from ps_core.engine._execution.hooks import ModelHooks
 from ps_core.engine._execution.host_embedding import host_tables
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
@@ -38,7 +38,7 @@ from ps_core.engine._optim.torch_rule import TorchRule
 from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
 from ps_core.engine._parameters.first_home_slots import copy_in_values, reserve_homes
 from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters
-from ps_core.engine._parameters.managed_parameter import ManagedParameter
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, is_ordinary_for_a_block
 from ps_core.engine._parameters.meta_init.initial_values import initial_values
 from ps_core.engine._parameters.meta_init.rebuild import refuse_lazy
 from ps_core.engine._parameters.unmanaged import move_unmanaged
@@ -68,15 +68,20 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     """Put a model's parameters under management; train it afterwards by a plain PyTorch loop.
 
     The model is changed in place and returned with the optimizer (None without one). Parameters on ``meta`` are
-    initialised group by group; the memory of others is consumed as they are packed. ``device`` is ``"cpu"``,
-    ``"cuda"`` (or ``"cuda:1"``), or ``"emulated"`` (an accelerator of ``budget.device`` bytes, played by the CPU).
+    initialised group by group. The memory of other parameters is freed as they are packed. ``device`` is ``"cpu"``,
+    ``"cuda"`` (or ``"cuda:1"``), or ``"emulated"``: the CPU stands in for an accelerator of ``budget.device`` bytes.
     With ``collectives`` (``ps_dist.connect()``) several processes share the model, each on its part of the batch.
     """
     _check_kinds(optimizer, budget, options, collectives)
     options, budget = options or Options(), budget or Budget()
-    rule = None if optimizer is None else rule_of(optimizer)
-    wishes = _Wishes(model, rule, _precision(precision), max_grad_norm, accumulation_steps, collectives, options)
     _check(model, accumulation_steps)
+    rule = None if optimizer is None else rule_of(optimizer, model.named_parameters())
+    if rule is not None and rule.whole and collectives is not None:
+        raise InvalidInput(
+            f"{rule.name} steps whole matrices, and several processes each have a part of a matrix's elements: use one "
+            "process (collectives=None), or an optimizer that treats each element alone, as AdamW does"
+        )
+    wishes = _Wishes(model, rule, _precision(precision), max_grad_norm, accumulation_steps, collectives, options)
     ties = find_ties(model)
     if ties and collectives is not None:
         raise tied_by_memory(ties[0], "which processes that share a model cannot keep equal")
@@ -109,7 +114,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
 
 @dataclass(frozen=True, slots=True)
 class _Wishes:
-    """The arguments of one `chunked` call, and what is made of them."""
+    """The arguments of one `chunked` call, and the objects made from them."""
 
     model: nn.Module
     rule: OptimizerRule | None
@@ -121,17 +126,17 @@ class _Wishes:
 
     @property
     def training(self) -> bool:
-        """True if the model has an optimizer."""
+        """Return True if the model has an optimizer."""
         return self.rule is not None
 
     @property
     def overwrites(self) -> bool:
-        """Gradients are written over the parameters."""
+        """Return True if gradients are written over the parameters."""
         return self.mode is not Precision.FP32 and self.accumulation_steps == 1
 
     @property
     def cast(self) -> torch.dtype | None:
-        """The type that the model's inputs are cast to."""
+        """Return the type that the model's inputs are cast to."""
         return DTYPES[self.mode] if self.options.cast_inputs else None
 
     def pack(self, tiers: tuple[Tier, ...], ties: list[list[str]]) -> Grouping:
@@ -153,7 +158,7 @@ class _Wishes:
         )
 
     def engine(self, store: TierStore, packing: Grouping) -> tuple[Engine, ChunkedOptimizer | None]:
-        """Homes, the engine over them, and the optimizer's face."""
+        """Reserve home slots, and make the engine and its optimizer."""
         if self.training:
             check_step_option(
                 self.options,
@@ -259,6 +264,11 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, ManagedParameter):
             raise AlreadyManaged(f"{name!r} is under management already: release(model) first")
+        if is_ordinary_for_a_block(parameter):
+            raise AlreadyManaged(
+                f"{name!r} is under management already, and an ordinary parameter only inside this block of "
+                "materialized(...): copy.deepcopy(model) here gives a model that chunked(...) takes"
+            )
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise InvalidInput(f"{type(model).__name__} has no parameters to manage")
     refuse_compiled(model)
@@ -275,7 +285,7 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
 
 
 def _is_managed(engine: Engine) -> Callable[[], bool]:
-    """Return a function that tells whether the engine's model is still managed, and does not keep it alive."""
+    """Return a function that tells whether the engine's model is still managed, without keeping the model alive."""
     reference = weakref.ref(engine)
     return lambda: (found := reference()) is not None and not found.usability.released
 
@@ -289,7 +299,7 @@ _SPARSE_PARTS = {
 
 
 def _buffer_bytes(buffer: torch.Tensor) -> int:
-    """Return the bytes of a buffer; a sparse one has those of its indices and values."""
+    """Return the bytes of a buffer; for a sparse one, those of its indices and values."""
     parts = _SPARSE_PARTS.get(buffer.layout)
     return sum(getattr(buffer, part)().nbytes for part in parts) if parts else buffer.nbytes
 

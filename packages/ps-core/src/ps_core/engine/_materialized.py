@@ -1,4 +1,4 @@
-"""Weights outside the training loop: ordinary parameters for a while, or for good."""
+"""Turn managed parameters into ordinary ones, for a while or for good."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupt
 def materialized(
     model: nn.Module, names: Iterable[str] | None = None, *, write: bool = False
 ) -> AbstractContextManager[nn.Module]:
-    """Make parameters (all, or those named) ordinary ones for the block; with ``write``, keep what it does to them.
+    """Make parameters (all, or those named) ordinary ones for the block; with ``write``, keep changes to them.
 
-    They are copies on the CPU that no budget counts. Written values go to the fp32 masters as they are; elements that
-    were not changed keep theirs, unrounded. Training inside the block raises. Where all parameters are ordinary ones,
-    ``copy.deepcopy(model)`` gives a plain model, which is not under management.
+    They are copies on the CPU that no budget counts. Written values go to the fp32 masters as they are. Elements that
+    were not changed keep their masters, unrounded. Training inside the block raises. Where all parameters are ordinary
+    ones, ``copy.deepcopy(model)`` gives a plain model, which is not under management.
     """
     return _MaterializedParameters(model, names, write=write)
 
 
 class _MaterializedParameters(AbstractContextManager[nn.Module]):
-    """A class of its own, and not a generator: an interrupt may come between a generator and what calls it."""
+    """Implement `materialized` as a class: an interrupt may come between a generator and its caller."""
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None, *, write: bool) -> None:
         self._model, self._names, self._write = model, names, write
@@ -68,6 +68,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         hooks = hooks_of(self._model)
         engine = hooks.engine
         wanted = _wanted(engine, self._names)
+        engine.usability.check_not_materialized("materialized(model)")
         engine.check_usable()
         engine.finish_pass()
         engine.check_writes()
@@ -124,7 +125,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
                 _keep(engine, record, found[record], found[record] == before)
 
     def _take_exchanged(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Put back parameters that others took the place of, as ``load_state_dict(assign=True)`` does; return those."""
+        """Put back parameters that were replaced, as by ``load_state_dict(assign=True)``; return the replacements."""
         places, self._places = self._places, []
         known = {parameter for _, _, parameter in places}
         found = {}
@@ -138,9 +139,9 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
 
 @defer_interrupts_installing
 def roll_back_chunked(engine: Engine) -> None:
-    """Undo a `chunked` call that failed: packed parameters become plain ones again, of their original types.
+    """Undo a `chunked` call that failed: make packed parameters plain again, with their original types.
 
-    Their values are those they came with, too, but frozen ones were rounded to what is computed with.
+    They have their original values, except that frozen ones were rounded to the computed type.
     """
     engine.usability.mark_released()
     engine.management.remove()
@@ -153,7 +154,7 @@ def roll_back_chunked(engine: Engine) -> None:
 
 
 def _keep(engine: Engine, record: ParamState, value: torch.Tensor, unchanged: torch.Tensor) -> None:
-    """Write a parameter's elements that the block changed. The others' masters stay: the copy had them rounded."""
+    """Write a parameter's elements that the block changed. Keep the others' masters, which the copy had rounded."""
     if bool(unchanged.all()):
         return
     if Kind.P32 in record.group.chunks:

@@ -15,7 +15,7 @@ from ps_core.report.columns import CATEGORIES, Category, Column, Tide, category_
 
 
 class MemoryMeasurement:
-    """One training step of one process on the compute tier, in bytes that were in use, not in bytes that were planned.
+    """Measure one training step of one process on the compute tier, in bytes that were in use rather than planned.
 
     Train within `passes` and step within `update`. Weights, gradients and states are the slots there at the end of each
     moment. Non-model bytes are the moment's highest. Where a model is on one tier there are no moments.

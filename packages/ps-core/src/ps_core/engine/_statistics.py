@@ -1,4 +1,4 @@
-"""``statistics(model)``: what the engine has done and holds, as frozen data."""
+"""Define ``statistics(model)``, which returns what the engine has done and holds, as frozen data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ps_core.engine._execution.hooks import hooks_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
-    """One tier."""
+    """The bytes of one tier."""
 
     current_bytes: int
     peak_bytes: int
@@ -24,7 +24,7 @@ class TierStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """One model's engine since `chunked`."""
+    """Report what one model's engine has done since `chunked`, and holds now."""
 
     tiers: dict[str, TierStatistics]
     moved_bytes: dict[str, int]
@@ -60,7 +60,7 @@ class Statistics:
     """By cause, the seconds a step that the device waited within the last ``profiled`` block; empty without one."""
 
     def as_dict(self) -> dict[str, int | float | str]:
-        """Flat, for a logger."""
+        """Return all values in one flat dictionary, for a logger."""
         flat: dict[str, int | float | str] = {}
         for name in self.__slots__:
             value = getattr(self, name)
@@ -115,7 +115,7 @@ def statistics(model: nn.Module) -> Statistics:
 
 
 def _backend(engine: Engine) -> str:
-    """Return the names of the backends of steps; on a card there are two if states are on both tiers."""
+    """Return the names of the backends of steps; on CUDA there are two if states are on both tiers."""
     states = ps_kernels.backends()
     by_torch = engine.counters.by_torch
     kernels = (name for name, state in states.items() if state == "available" and name != "cuda")

@@ -1,7 +1,7 @@
-"""Report arguments of `chunked` without effect: patterns that match no parameter, and gradients from before.
+"""Report arguments of `chunked` without effect: patterns that match no parameter, and earlier gradients.
 
-No error: one `Options`, or one optimizer, may serve several models, not all of which have such parameters; and loops
-that begin by forgetting gradients lose nothing.
+These are no errors. One `Options`, or one optimizer, may serve several models, not all of which have such parameters.
+Loops that begin by forgetting gradients lose nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def log_unmatched_patterns(
 
 
 def warn_of_gradients(model: nn.Module) -> None:
-    """Warn where a plain loop's first step would use gradients that parameters have already."""
+    """Warn if a plain loop's first step would use gradients that parameters have already."""
     names = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is not None]
     if names:
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""
@@ -47,7 +47,7 @@ def warn_of_gradients(model: nn.Module) -> None:
 
 
 def _nearest(pattern: str, names: Collection[str]) -> Iterator[str]:
-    """Yield a pattern that the user may have meant, if a name is near: one at most."""
+    """Yield the pattern that the user may have meant, if a name is similar: at most one."""
     words = pattern.strip("*.")
     if not words:
         return
@@ -63,6 +63,6 @@ def _nearest(pattern: str, names: Collection[str]) -> Iterator[str]:
 
 
 def _runs(name: str, length: int) -> Iterator[str]:
-    """Yield every run of so many consecutive parts of a name."""
+    """Yield every run of ``length`` consecutive parts of a name."""
     parts = name.split(".")
     yield from (".".join(parts[first : first + length]) for first in range(len(parts) - length + 1))

@@ -24,7 +24,7 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float | Callable[[int], float] = 0.999) -> None:
-        """``decay``: the share of the average that an update keeps, or a function of the updates before it."""
+        """Make the average; ``decay``: the share that an update keeps, or a function of the earlier updates' count."""
         self._hooks = hooks_of(model)
         self._decay = decay
         self._averages: dict[ParamState, torch.Tensor] = {}
@@ -36,7 +36,7 @@ class WeightAverage:
             )
 
     def _records(self) -> list[ParamState]:
-        """Return the trained parameters; one of those that share memory: writing one writes all of them."""
+        """Return the trained parameters; of those that share memory only one: writing it writes all."""
         trained = [record for record in self._engine.records if record.trainable]
         return list({record.first: record for record in reversed(trained)}.values())[::-1]
 
@@ -60,9 +60,9 @@ class WeightAverage:
         self.updates += 1
 
     def applied(self) -> AbstractContextManager[None]:
-        """Give the model the averages for the block, to evaluate or to save them; a step inside raises.
+        """Give the model the averages for the block, to evaluate or save them; a step inside raises.
 
-        Averages and masters change places, so that no second copy of the model is made.
+        Averages and masters are exchanged, so that no second copy of the model is made.
         """
         return _Applied(self)
 
@@ -93,7 +93,7 @@ class WeightAverage:
 
     @defer_interrupts_installing
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Load what `state_dict` returned."""
         self._check_not_applied()
         found = state["averages"]
         wanted = {record.name: record for record in self._records()} if state["updates"] else {}
@@ -111,7 +111,7 @@ class WeightAverage:
 
 
 class _Applied(AbstractContextManager[None]):
-    """A class of its own, and not a generator: an interrupt may come between a generator and what calls it."""
+    """Implement `applied` as a class: an interrupt may come between a generator and its caller."""
 
     def __init__(self, average: WeightAverage) -> None:
         self._average = average

@@ -1,7 +1,7 @@
 """Put a model under management with the settings of a ``torch.optim`` optimizer that was made for it.
 
-Trainers of other libraries make their optimizer and schedulers themselves, from options of theirs. So an integration
-lets them, and then takes over what they made: the numbers of each param group, and the schedulers.
+Trainers of other libraries make their optimizer and schedulers themselves, from their own options. An integration takes
+over what they made: the numbers of each param group, and the schedulers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VARIANTS = ("amsgrad", "maximize", "nesterov", "dampening")
 
 @dataclass(frozen=True, kw_only=True)
 class ManagedSettings:
-    """What `chunked` is told besides the model and its optimizer."""
+    """The arguments of `chunked` besides the model and its optimizer."""
 
     budget: Budget = field(default_factory=Budget)
     device: str = "auto"
@@ -96,7 +96,9 @@ def manage_with(
 
 
 def _spec_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Return the engine's optimizer with the same numbers for the same parameters; `InvalidInput` if there is none."""
+    """Return the engine's optimizer with the same numbers for the same parameters; raise `InvalidInput` if there is
+    none.
+    """
     kind = type(optimizer)
     if any(float(entry.get("step", 1)) for entry in optimizer.state.values()):  # Adagrad makes entries at once
         raise InvalidInput(
@@ -159,7 +161,7 @@ def _numbers(kind: type, group: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Members:
-    """Matches the parameters of one param group."""
+    """Match the parameters of one param group."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._ids = {id(parameter) for parameter in parameters}
@@ -169,7 +171,7 @@ class _Members:
 
 
 def _hand_over(scheduler: Any, optimizer: torch.optim.Optimizer, managed: ChunkedOptimizer) -> None:
-    """Give a scheduler, and those within it, the managed optimizer in place of the one they were made for."""
+    """Replace the optimizer of a scheduler, and of those within it, by the managed one."""
     for inner in getattr(scheduler, "_schedulers", ()):
         _hand_over(inner, optimizer, managed)
     if getattr(scheduler, "optimizer", None) is optimizer:

@@ -1,4 +1,4 @@
-"""Accelerate under a memory budget: `ChunkedAccelerator` in place of `Accelerator`, in a loop that stays as it is."""
+"""Use Accelerate under a memory budget: `ChunkedAccelerator` replaces `Accelerator`, and the loop stays as it is."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class ChunkedAccelerator(Accelerator):
         options: Options | None = None,
         **named: Any,
     ) -> None:
-        """``budget``, ``precision`` and ``options`` are `chunked`'s; the rest are `Accelerator`'s arguments."""
+        """Make the accelerator; ``budget``, ``precision`` and ``options`` are `chunked`'s, the rest `Accelerator`'s
+        arguments.
+        """
         super().__init__(*arguments, **named)
         if self.mixed_precision != "no":
             raise InvalidInput(
@@ -84,5 +86,5 @@ def _is_plain_optimizer(value: Any) -> bool:
 
 
 def _is_ours(value: Any) -> bool:
-    """True for what the engine moves by itself."""
+    """Return True for what the engine moves by itself."""
     return isinstance(value, ChunkedOptimizer) or (isinstance(value, nn.Module) and is_managed(value))

@@ -1,4 +1,4 @@
-"""Lightning under a memory budget: ``Trainer(strategy=ChunkedStrategy(budget=...))``."""
+"""Use Lightning under a memory budget: ``Trainer(strategy=ChunkedStrategy(budget=...))``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ChunkedPrecision", "ChunkedStrategy"]
 
 
 class ChunkedPrecision(Precision):
-    """Runs the closure before the step, and scales the loss in fp16."""
+    """Run the closure before the step, and scale the loss in fp16."""
 
     def __init__(self, strategy: ChunkedStrategy) -> None:
         self._strategy = strategy
@@ -44,11 +44,11 @@ class ChunkedPrecision(Precision):
 
 
 class ChunkedStrategy(SingleDeviceStrategy):
-    """One process whose model stays within a budget.
+    """Train in one process whose model stays within a budget.
 
-    It manages the only child of the `LightningModule` that has parameters, so that a call of that child is a whole
-    pass; where parameters are in several places, the `LightningModule` itself. The model stays under management
-    after ``fit``: call `release` with the child when training is over.
+    The only child of the `LightningModule` with parameters is managed: a call of it is a whole pass. If parameters are
+    in several places, the `LightningModule` itself is managed. The model stays under management after ``fit``: call
+    `release` with the child when training is over.
     """
 
     strategy_name = "chunked"
@@ -63,7 +63,9 @@ class ChunkedStrategy(SingleDeviceStrategy):
         options: Options | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        """``device``: of the batches; None: the current CUDA device if there is one, else the CPU."""
+        """Make the strategy; ``device``: of the batches; None: the current CUDA device if there is one, else the
+        CPU.
+        """
         where = device or ("cuda" if torch.cuda.is_available() and managed_device in ("auto", "cuda") else "cpu")
         super().__init__(device=torch.device(where))
         self._settings = ManagedSettings(
@@ -77,7 +79,7 @@ class ChunkedStrategy(SingleDeviceStrategy):
 
     @property
     def precision_plugin(self) -> Any:
-        """The plugin that steps by the engine's optimizer; Lightning sets it once, to what ``Trainer`` was told."""
+        """Return the plugin that steps by the engine's optimizer; Lightning sets it once, as ``Trainer`` was told."""
         return self._precision_plugin
 
     @precision_plugin.setter
@@ -91,7 +93,7 @@ class ChunkedStrategy(SingleDeviceStrategy):
 
     @property
     def managed_module(self) -> nn.Module:
-        """The module that is under management, or will be."""
+        """Return the module that is, or will be, under management."""
         root: nn.Module = self.lightning_module
         children = [each for each in root.children() if next(each.parameters(), None) is not None]
         alone = len(children) == 1 and not list(root.parameters(recurse=False))
@@ -128,7 +130,7 @@ class ChunkedStrategy(SingleDeviceStrategy):
             setattr(root, name, buffer.to(self.root_device))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer's state, and leave its place to the engine."""
+        """Load the optimizer's state, and leave its placement to the engine."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 

@@ -1,7 +1,7 @@
-"""Hugging Face's Trainer under a memory budget, with no optimizer to hand over.
+"""Use Hugging Face's Trainer under a memory budget, without passing an optimizer.
 
-`ChunkedTrainer` and `ChunkedTrainingArguments` stand for `Trainer` and `TrainingArguments`. For other trainers that
-are built on these, as those of TRL, put the two mixins in front::
+`ChunkedTrainer` and `ChunkedTrainingArguments` replace `Trainer` and `TrainingArguments`. For other trainers that are
+built on these, such as those of TRL, put the two mixins first::
 
     @dataclass
     class Arguments(ManagedArguments, trl.SFTConfig): ...
@@ -11,6 +11,8 @@ are built on these, as those of TRL, put the two mixins in front::
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +33,7 @@ _LOGGED = ("tiers.", "moved_bytes.")
 
 @dataclass
 class ManagedArguments:
-    """Arguments for the budget and the precision, in front of `TrainingArguments` or a subclass of it."""
+    """Add arguments for the budget and the precision to `TrainingArguments` or a subclass of it."""
 
     precision: str = field(default="bf16", metadata={"help": "what is computed in: bf16, fp16 or fp32"})
     managed_device: str = field(default="auto", metadata={"help": "auto, cpu, emulated or cuda"})
@@ -41,7 +43,7 @@ class ManagedArguments:
     disk_dir: str | None = field(default=None, metadata={"help": "the folder of the disk tier"})
 
     def __post_init__(self) -> None:
-        """Check that the library itself is not to change precision or split the model."""
+        """Check that the library itself will not change precision or split the model."""
         super().__post_init__()  # type: ignore[misc]  # TrainingArguments', which comes next
         for name in ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "fsdp", "deepspeed", "torch_compile"):
             if getattr(self, name, None):
@@ -52,7 +54,7 @@ class ManagedArguments:
 
     @property
     def place_model_on_device(self) -> bool:
-        """False: the engine moves the model, as far as the budget has room."""
+        """Return False: the engine moves the model, as far as the budget allows."""
         return False
 
     def to_budget(self) -> Budget:
@@ -61,7 +63,7 @@ class ManagedArguments:
 
 
 class ManagedTrainerMixin:
-    """Trains under the budget of its arguments; in front of `Trainer` or a subclass of it."""
+    """Train under the budget of the arguments; put this before `Trainer` or a subclass of it."""
 
     args: Any
     model: Any
@@ -74,7 +76,7 @@ class ManagedTrainerMixin:
         return Options()
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Make the optimizer that the arguments say, and put the model under management with its settings."""
+        """Make the optimizer by the arguments, and put the model under management with its settings."""
         if self.optimizer is not None and not is_managed(self.model):
             raise InvalidInput(
                 "the Trainer was given an optimizer of its own: leave optimizers= out, or call chunked(...) yourself "
@@ -87,7 +89,8 @@ class ManagedTrainerMixin:
                 f"{self.args.world_size} processes with {self.args.n_gpu} devices each: this trainer uses one process "
                 "and one device; set CUDA_VISIBLE_DEVICES to one, or use ps_dist in a loop of your own"
             )
-        made = super().create_optimizer(model)  # type: ignore[misc]  # Trainer's, which comes next
+        with _all_trained(self.model):
+            made = super().create_optimizer(model)  # type: ignore[misc]  # Trainer's, which comes next
         settings = ManagedSettings(
             budget=self.args.to_budget(),
             device=self.args.managed_device,
@@ -106,6 +109,19 @@ class ManagedTrainerMixin:
             counted = statistics(self.model).as_dict().items()
             logs |= {name: float(value) for name, value in counted if name.startswith(_LOGGED)}
         super().log(logs, *more, **named)  # type: ignore[misc]  # Trainer's, which comes next
+
+
+@contextmanager
+def _all_trained(model: Any) -> Iterator[None]:
+    """Have frozen parameters in the optimizer that is made, in the group of their names: they may be unfrozen later."""
+    frozen = [each for each in model.parameters() if each.is_floating_point() and not each.requires_grad]
+    try:
+        for each in frozen:
+            each.requires_grad_(True)
+        yield
+    finally:
+        for each in frozen:
+            each.requires_grad_(False)
 
 
 @dataclass

@@ -34,7 +34,7 @@ def tide_text(found: Tide, *, width: int = 72, height: int = 16, ascii_only: boo
 
 
 def _fitted(columns: Sequence[Column], width: int) -> list[Column]:
-    """As many columns as there is room for: the highest of each run, or each one repeated."""
+    """Return as many columns as fit: the highest of each run, or each one repeated."""
     count = len(columns)
     if not count:
         return []

@@ -12,7 +12,7 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(processes: Mapping[str, Sequence[Piece]]) -> dict[str, object]:
-    """Return a trace, as JSON has it, with a process for each name and a thread for each queue.
+    """Return a trace for JSON, with a process for each name and a thread for each queue.
 
     The format is Google's "Trace Event Format": complete events (``X``) with begin and duration in microseconds.
     """

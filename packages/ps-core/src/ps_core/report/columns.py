@@ -29,7 +29,7 @@ from ps_core._units import format_bytes
 
 
 class Category(StrEnum):
-    """What bytes are for. Drawn from the bottom up in this order."""
+    """Name what bytes are for, in the order in which they are drawn from the bottom up."""
 
     STATES = "optimizer states"
     WEIGHTS = "weights"
@@ -56,7 +56,7 @@ _CATEGORY_OF = {
 
 
 def category_of(kind: Kind, weight: Kind, *, is_gradient: bool) -> Category:
-    """Return what bytes of a kind are for; ``is_gradient``: a gradient lies over the weight of kind ``weight``."""
+    """Return what bytes of a kind are for; ``is_gradient``: a gradient was written over the weight of that kind."""
     if is_gradient and kind in (weight, Kind.FULL):
         return Category.GRADIENTS
     return Category.WEIGHTS if kind is weight else _CATEGORY_OF[kind]
@@ -73,7 +73,7 @@ class Column:
 
     @property
     def total(self) -> int:
-        """All categories together."""
+        """Return the sum of all categories."""
         return sum(self.bytes)
 
 
@@ -88,12 +88,12 @@ class Tide:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest column."""
+        """Return the highest column."""
         return max((column.total for column in self.columns), default=0)
 
 
 def tide(program: Program, plan: Plan) -> Tide:
-    """What fills the compute tier at each moment of a training step (without training: of an evaluation)."""
+    """Return what fills the compute tier at each moment of a training step (without training: of an evaluation)."""
     columns: list[Column] = []
     for name in program.iteration():
         if name in (SegmentName.MICRO_LAST, SegmentName.EVAL, SegmentName.STEP):
@@ -170,7 +170,7 @@ def _gradients_at_entry(program: Program, plan: Plan, name: SegmentName) -> set[
 
 
 def _contents(program: Program, plan: Plan, segment: Segment) -> dict[int, Extent]:
-    """What each slot is for."""
+    """Return what each slot is for."""
     holds = {slot: held.extent for slot, held in enumerate(plan.home)}
     for instr in segment.instrs:
         for slot, extent in _fills(program, segment.name, instr.op):
@@ -194,13 +194,13 @@ def _fills(program: Program, segment: SegmentName, op: Op) -> Iterator[tuple[int
 
 
 def upper_end(found: Tide) -> int:
-    """The chart's upper end: the budget, unless everything stays far below it."""
+    """Return the chart's upper end: the budget, unless everything stays far below it."""
     far = found.budget_bytes > 3 * found.peak_bytes > 0
     return max(1, found.peak_bytes * 5 // 4 if far else max(found.budget_bytes, found.peak_bytes) * 21 // 20)
 
 
 def phases(columns: Sequence[Column]) -> list[tuple[str, int]]:
-    """Runs of one phase, and how many columns each has."""
+    """Return the runs of one phase, and the number of columns of each."""
     runs: list[tuple[str, int]] = []
     for column in columns:
         if runs and runs[-1][0] == column.phase:
@@ -211,12 +211,12 @@ def phases(columns: Sequence[Column]) -> list[tuple[str, int]]:
 
 
 def present(found: Tide) -> list[Category]:
-    """What there is any of."""
+    """Return the categories that have any bytes."""
     return [key for place, key in enumerate(CATEGORIES) if any(column.bytes[place] for column in found.columns)]
 
 
 def summary(found: Tide) -> str:
-    """The peak in words."""
+    """Return a sentence about the peak."""
     if not found.columns:
         return f"nothing runs; budget {format_bytes(found.budget_bytes)}"
     highest = max(found.columns, key=lambda column: column.total)

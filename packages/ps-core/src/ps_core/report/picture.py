@@ -28,7 +28,7 @@ STYLE = """
 
 
 def tide_svg(found: Tide) -> str:
-    """Return memory over a step as a picture that stands alone (no scripts or fonts), for light and dark pages."""
+    """Return memory over a step as a self-contained picture (no scripts or fonts), for light and dark pages."""
     title = escape(f"{found.model}: what fills the {found.tier} during a training step")
     top = upper_end(found)
     parts = [
@@ -72,7 +72,7 @@ def _grid(top: int) -> Iterator[str]:
 
 
 def _tick(top: int) -> int:
-    """A round distance of grid lines: four to eight of them."""
+    """Return a round distance for grid lines: four to eight of them."""
     step = 1
     while top // step > 8:
         step *= 2
@@ -91,7 +91,7 @@ def _areas(found: Tide, top: int) -> Iterator[str]:
 
 
 def _outline(floor: Sequence[int], roof: Sequence[int], top: int) -> str:
-    """Along the roof and back along the floor, one step a column; corners only where the height changes."""
+    """Return a path along the top and back along the bottom, one step a column; corners only where heights change."""
     points = [*_steps(roof, top), *reversed(list(_steps(floor, top)))]
     return "M" + "L".join(f"{x:g} {y:g}" for x, y in points) + "Z"
 

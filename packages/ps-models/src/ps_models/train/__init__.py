@@ -1,4 +1,4 @@
-"""The trainer: ``pstar-train``, or `main` of the same words. See docs/training.md."""
+"""Train from the command line: ``pstar-train``, or `main` with the same arguments. See docs/training.md."""
 
 from ps_models.train._main import main
 from ps_models.train._options import TrainOptions

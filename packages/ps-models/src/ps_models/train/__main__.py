@@ -1,4 +1,4 @@
-"""``python -m ps_models.train``: the command ``pstar-train``."""
+"""Run the command ``pstar-train`` as ``python -m ps_models.train``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of ``pstar-train``, made from `TrainOptions`."""
+"""Make the command line of ``pstar-train`` from `TrainOptions`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATUS = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises `InvalidInput` with one line that says what is wrong."""
+    """Raise `InvalidInput` with one line that says what is wrong."""
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser; it collects texts only, since `TrainOptions` checks values of files and these alike."""
+    """Make the parser, which collects texts only: `TrainOptions` checks values of files and of these."""
     parser = _Parser(
         prog=COMMAND,
         description="Train a transformer, larger than the accelerator's memory if need be. " + STATUS,

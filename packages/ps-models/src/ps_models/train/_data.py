@@ -1,13 +1,15 @@
-"""From documents to batches.
+"""Turn documents into batches.
 
-[Note: split] Which side a document is on depends on its own bytes only: it stays there when others come or go, and
-nothing of it is on both sides. Where there are few documents, or all would be on one side, the end of each is held
-back for validation instead. Of a token file, whose documents cannot be told apart, the end is. Examples are held back
-as a whole, also where there are few. With ``--eval-data`` nothing of ``--data`` is.
+[Note: split]
+A document's own bytes decide whether it is for training or for validation. So it stays there when others come or go,
+and nothing of it is on both sides. Of few documents, or if all would be on one side, each one's end is held back for
+validation instead. Of a token file the end is held back, because its documents cannot be told apart. Examples are held
+back as a whole, even if there are few. With ``--eval-data`` nothing of ``--data`` is held back.
 
-[Note: packing] The tokens of one side are one run, each document followed by the end token. An epoch cuts it into
-sequences from an offset of its own and goes through them in an order of its own, both drawn from the seed and the
-epoch's number. So the position in the data is one number, the sequences taken so far, and says everything.
+[Note: packing]
+The tokens of one side are one run, each document followed by the end token. An epoch has an offset of its own for
+cutting it into sequences, and an order of its own. Both are drawn from the seed and the epoch's number. So the position
+in the data is one number, the sequences taken so far.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ from torch import Tensor
 from ps_core._errors import InvalidInput
 from ps_models.train._examples import Document, key_of
 from ps_models.train._options import TrainOptions
-from ps_models.train._samples import Samples
 from ps_models.train._text_sources import TOKENS, documents, standard_library
 from ps_models.train._token_files import digest_of, open_token_file
 from ps_models.train._tokenizers import Bytes, Tokenizer, tokenizer
+from ps_models.train._training_samples import Samples
 
 FEW = 20
 """Fewer documents than this are split each, not among them."""
 
 
 class TokenRun(Protocol):
-    """Tokens in order: a tensor, or a part of a file."""
+    """Protocol of tokens in order: a tensor, or a part of a file."""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -107,7 +109,7 @@ def _check_enough(found: Corpus, options: TrainOptions) -> None:
 
 
 def source_of(options: TrainOptions) -> str:
-    """Return what the data are read from, in words."""
+    """Return the source of the data, in words."""
     return ", ".join((*options.data, *options.eval_data)) or "the standard library's source"
 
 
@@ -185,7 +187,7 @@ def split(every: Sequence[bytes], part: float) -> tuple[list[bytes], list[bytes]
 
 
 def split_whole(every: Sequence[Document], part: float) -> tuple[list[Document], list[Document]]:
-    """Return the documents to train on and those held back; of few documents the last ones are, at least one."""
+    """Return the documents to train on and those held back; of few documents at least the last is held back."""
     held = [document for document in every if _draw(key_of(document)) < part]
     train = [document for document in every if not _draw(key_of(document)) < part]
     if len(every) >= FEW and train and held:
@@ -195,7 +197,7 @@ def split_whole(every: Sequence[Document], part: float) -> tuple[list[Document],
 
 
 def _draw(document: bytes) -> float:
-    """Return a number from 0 to 1 that looks random and follows from the document alone."""
+    """Return a number from 0 to 1 that looks random and depends on the document alone."""
     return int.from_bytes(hashlib.sha256(document).digest()[:6], "big") / 2**48
 
 
@@ -238,7 +240,8 @@ class PackedTokens:
     def checked(self, taken: Tensor) -> Tensor:
         """Return ``taken``; raise `InvalidInput` if a token is not in the vocabulary.
 
-        Token files are too large to be checked before they are used."""
+        Token files are too large to be checked before they are used.
+        """
         low, high = (int(each) for each in taken.aminmax())
         if self.vocabulary is not None and not 0 <= low <= high < self.vocabulary:
             found = low if low < 0 else high
@@ -265,6 +268,6 @@ class PackedTokens:
 
 
 def generator_of(*key: object) -> torch.Generator:
-    """Return a generator seeded by a hash of ``key``; hashed, because a generator uses 32 bits of its seed only."""
+    """Return a generator seeded by a hash of ``key``: a generator uses only 32 bits of its seed."""
     drawn = hashlib.sha256(" ".join(map(str, key)).encode()).digest()[:4]
     return torch.Generator().manual_seed(int.from_bytes(drawn, "big"))

@@ -1,4 +1,4 @@
-"""Say the engine's errors in the options of the command line."""
+"""Explain the engine's errors in terms of command-line options."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _hint(suggestion: str, options: TrainOptions, needed_bytes: int) -> list[str
 
 
 def _apart(suggestion: str, options: TrainOptions) -> list[str]:
-    """Return options for parts of the model that need not be on the accelerator whole: token table and head."""
+    """Return options that keep parts of the token table or the head off the accelerator."""
     if options.hf is not None:
         return []
     found = shape(options.model)

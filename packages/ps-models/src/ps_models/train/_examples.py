@@ -1,4 +1,4 @@
-"""Examples to learn from: a prompt with its completion, or a conversation. The answers in them are what is trained."""
+"""Read examples: a prompt with its completion, or a conversation. Their answers are trained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Document: TypeAlias = bytes | Example
 
 
 def key_of(document: Document) -> bytes:
-    """Return bytes that are equal for equal documents, wherever these are."""
+    """Return bytes that are equal for equal documents in any file."""
     if isinstance(document, bytes):
         return document
     return json.dumps([document.prompt, document.completion, document.messages], sort_keys=True).encode()

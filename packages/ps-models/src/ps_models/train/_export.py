@@ -27,7 +27,7 @@ from ps_models.train._transformers_model import (
 )
 
 PIECE_BYTES = 2**30
-"""The most that is in memory of a merged model, and in one of its files, but for a larger tensor."""
+"""The most bytes of a merged model in memory, and in one of its files, unless one tensor is larger."""
 
 
 def export(options: TrainOptions, source: TransformersModel, managed: ManagedModel, chosen: Tokenizer | None) -> str:
@@ -58,7 +58,7 @@ def export(options: TrainOptions, source: TransformersModel, managed: ManagedMod
 
 
 def _replace(partial: Path, target: Path) -> None:
-    """Put the new folder in the place of an older one."""
+    """Replace an older folder by the new one."""
     removed = target.with_name(f".removed-{target.name}")
     shutil.rmtree(removed, ignore_errors=True)
     if target.exists():
@@ -91,7 +91,7 @@ def _write_adapters(folder: Path, source: TransformersModel, managed: ManagedMod
 
 
 def _write_whole(folder: Path, source: TransformersModel, managed: ManagedModel) -> None:
-    """Let transformers write the model, of which it has to have a copy in memory."""
+    """Let transformers write the model, which needs a copy of it in memory."""
     with materialized(managed.model):
         layers = adapted_layers(managed.model)
         for layer in layers:
@@ -127,7 +127,7 @@ def _write_merged(folder: Path, names: OriginalNames, managed: ManagedModel) -> 
 
 
 class _Alone(OriginalNames):
-    """One module and its name."""
+    """A module and its name."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -135,10 +135,10 @@ class _Alone(OriginalNames):
 
 
 class _Pieces:
-    """Writes tensors into safetensors files of about the same size, and their index."""
+    """Write tensors into safetensors files of about the same size, and their index."""
 
     def __init__(self, folder: Path, writes: bool) -> None:
-        """``writes``: False on ranks that only take part."""
+        """Begin; ``writes``: False on ranks that only take part in collectives."""
         self._folder, self._writes = folder, writes
         self._held: dict[str, Tensor] = {}
         self._files: list[list[str]] = []
@@ -146,7 +146,7 @@ class _Pieces:
         self._save: Any = importlib.import_module("safetensors.torch").save_file
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor; write those that are held where they are enough for a file."""
+        """Add a tensor; write the collected ones if they are enough for a file."""
         if not self._writes:
             return
         if self._held and self._bytes + tensor.nbytes > PIECE_BYTES:
@@ -161,7 +161,7 @@ class _Pieces:
         self._held, self._bytes = {}, 0
 
     def finish(self) -> None:
-        """Write the rest, give the files their names, and write the index if they are several."""
+        """Write the rest, name the files, and write the index if there are several."""
         if not self._writes:
             return
         self._flush()

@@ -1,11 +1,12 @@
-"""A tokenizer of transformers in a folder, with its chat template.
+"""Use a tokenizer of transformers in a folder, with its chat template.
 
 [Note: answers]
-Of a conversation the answers are trained: what the assistant's messages add to the text. A template with
-``{% generation %}`` marks says itself what that is. With another template an answer is what the conversation up to it
-has beyond the conversation before it with the prompt for an answer; so it takes the mark that ends it along. Both are
-texts of the template, and the whole text has to begin with them. The whole text is cut into tokens once, so tokens are
-those that the model sees elsewhere; a token that begins before an answer is none of it.
+In a conversation the answers are trained: what the assistant's messages add to the text. A template with ``{%
+generation %}`` marks says itself what that is. With another template two texts are compared. The first is the
+conversation up to the answer. The second is the conversation before it with the prompt for an answer. The answer is
+what the first has beyond the second, so its end mark is included. Both are texts of the template, and the whole text
+has to begin with them. The whole text is cut into tokens once, so the tokens are those of other texts. A token that
+begins before an answer is no part of it.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput
-from ps_models.train._transformers import transformers_for
+from ps_models.train._import_transformers import transformers_for
 
 _PROBE = "a"
 _MARK = re.compile(r"{%-?\s*generation\b")
 
 
 class FolderTokenizer:
-    """What ``AutoTokenizer`` reads from a folder."""
+    """A tokenizer that ``AutoTokenizer`` reads from a folder."""
 
     def __init__(self, folder: Path, option: str) -> None:
-        """``option``: the option that names the folder, for messages."""
+        """Read the tokenizer; ``option``: the option that names the folder, for messages."""
         library = transformers_for(option, folder)
         try:
             # Any, as for all of transformers. It raises whatever its parts raise.
@@ -55,7 +56,7 @@ class FolderTokenizer:
         self._type = torch.int16 if self.vocabulary <= 2**15 else torch.int32
 
     def _start(self) -> tuple[int, ...]:
-        """Return what the tokenizer puts before a text, as ``<s>``."""
+        """Return the tokens that the tokenizer puts before a text, such as ``<s>``."""
         bare = self.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
         whole = self.tokenizer(_PROBE)["input_ids"]
         places = range(len(whole) - len(bare) + 1)
@@ -69,7 +70,7 @@ class FolderTokenizer:
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
     def encode(self, document: bytes) -> Tensor:
-        """See `Tokenizer`."""
+        """Encode a document; see `Tokenizer`."""
         text = document.decode("utf-8", "replace")
         # A text longer than the model's longest is cut into sequences later.
         return torch.tensor(
@@ -77,12 +78,12 @@ class FolderTokenizer:
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See `Tokenizer`."""
+        """Decode tokens; see `Tokenizer`."""
         text: str = self.tokenizer.decode([token for token in tokens if token not in (self.end, *self.start)])
         return text
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
-        """See `Tokenizer`, and [Note: answers]."""
+        """Encode a conversation; see `Tokenizer`, and [Note: answers]."""
         template = self.tokenizer.chat_template
         if template is None:
             raise ValueError("the tokenizer has no chat template; allowed is one with a template (chat_template.jinja)")
@@ -106,7 +107,7 @@ class FolderTokenizer:
         return list(coded["input_ids"]), answers
 
     def _check_contents(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `ValueError` if a list of parts would be trained as Python prints it, for the template takes texts."""
+        """Raise `ValueError` for a list of parts: the template takes texts, and would print it as Python does."""
         for number, message in enumerate(messages, 1):
             content = message["content"]
             if isinstance(content, list | dict) and str(content) in self._text(messages):
@@ -143,7 +144,7 @@ class FolderTokenizer:
 
 
 def _without_lone_surrogates(found: Any) -> Any:
-    """Replace what is no character, which JSON can hold and no tokenizer takes. (Any: JSON.)"""
+    """Replace lone surrogates, which JSON can hold and no tokenizer takes. (Any: JSON.)"""
     if isinstance(found, str):
         return found.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     if isinstance(found, Mapping):

@@ -1,4 +1,4 @@
-"""Report what happens: as lines of text, on a terminal, to TensorBoard or to Weights & Biases."""
+"""Report the run: as lines of text, on a terminal, to TensorBoard or to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 class RunLogger(Protocol):
-    """Reports one run."""
+    """Protocol of a reporter of one run."""
 
     def say(self, text: str) -> None:
         """Report a text for people."""
@@ -38,14 +38,14 @@ class RunLogger(Protocol):
 
 
 class TextLogger:
-    """Writes lines of text; a closed pipe does not end the training."""
+    """Write lines of text; a closed pipe does not end the training."""
 
     def __init__(self, options: TrainOptions, stream: TextIO | None) -> None:
         self._every, self._steps, self._stream = options.log_every, options.steps, stream
         self._headed = False
 
     def say(self, text: str) -> None:
-        """See `RunLogger`."""
+        """Write the text; see `RunLogger`."""
         tell(text, self._stream)
 
     def step(self, row: StepMetrics, left_s: float) -> None:
@@ -61,11 +61,11 @@ class TextLogger:
             self.say(f"validation loss after step {row.step}: {row.val_loss:.4f}")
 
     def close(self) -> None:
-        """See `RunLogger`."""
+        """End the lines; see `RunLogger`."""
 
 
 def cells(row: StepMetrics, steps: int, left_s: float) -> dict[str, str]:
-    """Return a step's cells by their headings, which are as wide as the cells."""
+    """Return a step's table cells by their headings, which are as wide as the cells."""
     width = len(str(steps))
     found = {
         "step".rjust(2 * width + 1): f"{row.step:>{width}}/{steps}",
@@ -95,7 +95,7 @@ def clock(seconds: float) -> str:
 
 
 class ProgressBarLogger(TextLogger):
-    """Lines of text, and below them a progress bar that is drawn anew in place.
+    """Write lines of text, and below them a progress bar that is redrawn in place.
 
     The engine's log lines are written above the bar too, unless logging was set up for them.
     """
@@ -117,7 +117,7 @@ class ProgressBarLogger(TextLogger):
         self._draw()
 
     def step(self, row: StepMetrics, left_s: float) -> None:
-        """See `RunLogger`."""
+        """Write the step's line, and redraw the bar; see `RunLogger`."""
         done = row.step * _BAR_CELLS // self._steps
         self._bar = (
             f"step {row.step}/{self._steps} [{'#' * done}{'.' * (_BAR_CELLS - done)}] loss {row.loss:.4f}, "
@@ -140,26 +140,26 @@ class ProgressBarLogger(TextLogger):
 
 
 class _LogLines(logging.Handler):
-    """Passes each log record to a function, as the line that the engine would write itself."""
+    """Pass each log record to a function, as the line that the engine would write itself."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()
         self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As in `logging.Handler`."""
+        """Pass the record on, as `logging.Handler` does."""
         self._say(f"ps_core: {record.getMessage()}")
 
 
 class TensorBoardLogger:
-    """Event files in the run's folder."""
+    """Write event files in the run's folder."""
 
     def __init__(self, out: Path) -> None:
         self._folder = str(out / "tensorboard")
         self._writer: Any = None
 
     def say(self, text: str) -> None:
-        """Do nothing: it keeps numbers only."""
+        """Do nothing: only numbers are written."""
 
     def step(self, row: StepMetrics, left_s: float) -> None:
         """Write the step's numbers; those of an earlier call for this step and later ones are purged."""
@@ -171,27 +171,27 @@ class TensorBoardLogger:
             self._writer.add_scalar(name.replace(".", "/"), value, row.step)
 
     def close(self) -> None:
-        """See `RunLogger`."""
+        """Close the files; see `RunLogger`."""
         if self._writer is not None:
             self._writer.close()
 
 
 class WandbLogger:
-    """A run of ``wandb``, with these options."""
+    """Report to a run of ``wandb``, with these options."""
 
     def __init__(self, out: Path, options: Mapping[str, Any]) -> None:
         wandb: Any = importlib.import_module("wandb")
         self._run = wandb.init(project="pstar-train", name=out.name, dir=str(out), config=dict(options), resume="allow")
 
     def say(self, text: str) -> None:
-        """Do nothing: it keeps numbers only."""
+        """Do nothing: only numbers are sent."""
 
     def step(self, row: StepMetrics, left_s: float) -> None:
-        """See `RunLogger`."""
+        """Send the step's numbers; see `RunLogger`."""
         self._run.log(row.flat(), step=row.step)
 
     def close(self) -> None:
-        """See `RunLogger`."""
+        """End the run; see `RunLogger`."""
         self._run.finish()
 
 
@@ -205,7 +205,7 @@ def check_installed(options: TrainOptions) -> None:
 
 
 def loggers(options: TrainOptions, stream: TextIO | None = None) -> list[RunLogger]:
-    """Return the loggers that the options and the terminal ask for."""
+    """Return the loggers that the options and the terminal need."""
     out: TextIO | None = stream or sys.stdout
     lively = out is not None and out.isatty() and os.environ.get("TERM") != "dumb"
     found: list[RunLogger] = [

@@ -1,4 +1,4 @@
-"""The training loop: plain PyTorch around `ps_core.engine`, resumable after any step."""
+"""Run the training loop: plain PyTorch around `ps_core.engine`, resumable after any step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ManagedModel:
 
 
 class Loop:
-    """One run."""
+    """Train one run."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Loop:
             each.say(text)
 
     def resume(self) -> bool:
-        """Load the newest checkpoint; False if there is none."""
+        """Load the newest checkpoint; return False if there is none."""
         self._ranks.agree("--out (a folder that all processes see): the newest checkpoint", self.folder.steps()[:1])
         found = self.folder.load_newest(self._load, self.say)
         if found is None:
@@ -91,11 +91,11 @@ class Loop:
 
     @property
     def out_of_patience(self) -> bool:
-        """True if the validation loss has not fallen for ``--patience`` validations, so that training ends."""
+        """Return True if the validation loss has not fallen for ``--patience`` validations, so that training ends."""
         return self.options.patience is not None and self._without_gain >= self.options.patience
 
     def _note_validation(self, loss: float) -> None:
-        """Count validations without gain. All ranks have the same losses, so they count alike."""
+        """Count validations without an improvement. All ranks have the same losses, so they count alike."""
         if loss < self._least_val_loss:
             self._least_val_loss, self._without_gain = loss, 0
         else:
@@ -143,7 +143,7 @@ class Loop:
     def _check(self, row: StepMetrics) -> None:
         """Set ``not_finite`` if the step has such a loss; else note that the newest checkpoint is sound.
 
-        A step's loss is that of the weights before it, which the newest checkpoint may hold; a validation's is that of
+        A step's loss is that of the weights before it, which may be in the newest checkpoint. A validation's is that of
         the weights after it. All processes have the same sums, so they stop at the same step.
         """
         options = self.options
@@ -159,7 +159,7 @@ class Loop:
             self.say(f"step {row.step} changed nothing: a gradient was not finite; try a smaller --lr")
 
     def _what_to_try(self, left: int) -> str:
-        """Return what to try, and where the same command goes on: after step ``left``, or from the start if it is 0."""
+        """Return what to try, and where the same command resumes: after step ``left``, or from the start (0)."""
         options = self.options
         clip = f"a smaller --clip (now {options.clip:g})" if options.clip else "--clip 1 (now not clipped)"
         wider = ", --precision bf16" if options.precision == "fp16" else ""

@@ -1,4 +1,4 @@
-"""``pstar-train`` from the first word to the last."""
+"""Run ``pstar-train``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ps_models.train._options import COMMAND, TrainOptions
 from ps_models.train._pictures import draw
 from ps_models.train._ranks import StopCheck, join_ranks
 from ps_models.train._run_folder import open_folder
-from ps_models.train._sample import sample
+from ps_models.train._sample_text import sample
 from ps_models.train._setup import Found, device_of, fitted, manage, model_of, objective_for, prepare, told
 from ps_models.train._step_metrics import Rates
 from ps_models.train._stop_signal import StopSignal
@@ -32,7 +32,7 @@ DONE, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
+    """Run the command; return its exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     options = TrainOptions()
@@ -106,7 +106,7 @@ def train(options: TrainOptions) -> int:
 
 
 def _finish(options: TrainOptions, found: Found, data: Corpus, managed: ManagedModel, loop: Loop) -> None:
-    """Say what training came to, make the sample, and export a model that came from a folder."""
+    """Report the training's result, make the sample, and export a model that came from a folder."""
     if loop.out_of_patience and loop.step < options.steps:
         loop.say(
             f"step {loop.step}: the validation loss has not fallen for {options.patience} validations, so training "

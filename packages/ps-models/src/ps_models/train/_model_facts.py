@@ -1,4 +1,4 @@
-"""What the trainer has to know of a model, whether it is built by name or read from a folder."""
+"""Define what the trainer must know of a model, built by name or read from a folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class ModelFacts(Protocol):
-    """A `TransformerShape` has these facts, and so has a `TransformersModel`."""
+    """Protocol of these facts; `TransformerShape` and `TransformersModel` have them."""
 
     @property
     def name(self) -> str:

@@ -1,11 +1,11 @@
 """Make batches: of sequences whose next tokens are predicted, or of sequences with hidden tokens.
 
 [Note: hidden tokens]
-As in the publication of BERT: of a sequence's tokens 15 per cent are to be guessed; of these eight in ten are hidden by
-the mask, one is any token, and one stays as it is. Where the model can tell whether one sentence follows another, a
-sequence is the first parts of two: in half of the cases both of one sequence of the data, else the second one of
-another, which lies elsewhere in the same epoch. All of this is drawn from the seed and the sequence's position, so
-neither what came before nor who takes which sequence changes it. Held-back sequences are drawn for once and for all.
+As in the publication of BERT, 15 per cent of a sequence's tokens are to be guessed. Of these eight in ten are hidden by
+the mask, one is any token, and one stays as it is. Some models can tell whether one sentence follows another. Then a
+sequence is two parts: in half of the cases both are of one sequence of the data. Otherwise the second is of another
+sequence, elsewhere in the same epoch. All of this is drawn from the seed and the sequence's position. So neither
+earlier sequences nor the division among processes changes it. Held-back sequences are drawn once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEAST = 8
 
 
 class Objective(Protocol):
-    """Makes batches for training and validation."""
+    """Protocol of what makes batches for training and validation."""
 
     validation: Sequence[Batch]
     """Batches that are never trained on."""
@@ -44,21 +44,21 @@ class Objective(Protocol):
         """Return the sequences from that position on; the data repeat without end."""
 
     def counted(self, position: int, count: int) -> int:
-        """Return how much the loss of these sequences counts, beside those of others of the same step."""
+        """Return the weight of these sequences' loss, relative to others of the same step."""
 
     def counted_in(self, batch: Batch) -> int:
-        """Return how much the loss of a batch of ``validation``, or of a part of it, counts."""
+        """Return the weight of the loss of a batch of ``validation``, or of a part of it."""
 
 
 class _EachSequence:
-    """Counts each sequence alike."""
+    """Give each sequence the same weight."""
 
     def counted(self, position: int, count: int) -> int:
-        """See `Objective`."""
+        """Return the weight; see `Objective`."""
         return count
 
     def counted_in(self, batch: Batch) -> int:
-        """See `Objective`."""
+        """Return the weight; see `Objective`."""
         return len(batch["input_ids"])
 
 
@@ -68,7 +68,7 @@ def unit_of(data: Corpus) -> str:
 
 
 class NextTokenObjective(_EachSequence):
-    """Predicts the token after each one."""
+    """Train a model to predict the token after each one."""
 
     def __init__(self, options: TrainOptions, data: Corpus, shape: ModelFacts) -> None:
         self._train = PackedTokens(data.train, options.seq, seed=options.seed, vocabulary=shape.vocabulary)
@@ -78,7 +78,7 @@ class NextTokenObjective(_EachSequence):
         self.measured_in = f"nats a {unit_of(data)}"
 
     def batch(self, position: int, count: int) -> Batch:
-        """See `Objective`."""
+        """Return the sequences; see `Objective`."""
         ids = self._train.batch(position, count)
         return {"input_ids": ids, "labels": ids}
 
@@ -93,7 +93,7 @@ class SpecialTokens:
 
     @property
     def count(self) -> int:
-        """The number of special tokens in a sequence of two parts."""
+        """Return the number of special tokens in a sequence of two parts."""
         return (self.first is not None) + 2 * (self.end is not None)
 
 
@@ -115,7 +115,7 @@ def special_tokens(options: TrainOptions, data: Corpus, vocabulary: int) -> Spec
 
 
 class MaskedTokenObjective(_EachSequence):
-    """Predicts hidden tokens, and whether one part follows another; see [Note: hidden tokens]."""
+    """Train a model to predict hidden tokens, and whether one part follows another; see [Note: hidden tokens]."""
 
     def __init__(self, options: TrainOptions, data: Corpus, shape: TransformerShape) -> None:
         self.marks = special_tokens(options, data, shape.vocabulary)
@@ -132,7 +132,7 @@ class MaskedTokenObjective(_EachSequence):
         self.measured_in = f"nats a masked {unit_of(data)}" + (" and next sentence" if self._pairs else "")
 
     def batch(self, position: int, count: int) -> Batch:
-        """See `Objective`."""
+        """Return the sequences; see `Objective`."""
         return self._stacked([self._trained(at) for at in range(position, position + count)])
 
     def example(self, length: int) -> tuple[Tensor, Tensor]:

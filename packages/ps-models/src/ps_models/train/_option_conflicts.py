@@ -47,7 +47,7 @@ _ONLY_LORA = ("lora_targets", "lora_alpha", "lora_merge")
 
 
 def _check_source(options: TrainOptions) -> None:
-    """Refuse options of the one kind of model with the other."""
+    """Raise `InvalidInput` for options of one kind of model with the other."""
     values = ((row.name, getattr(options, row.name), row.default) for row in fields(options))
     changed = {name: value for name, value, default in values if value != default}
     if options.hf is None:

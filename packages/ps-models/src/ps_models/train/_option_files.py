@@ -57,7 +57,7 @@ def from_text(text: str, source: str) -> dict[str, Any]:
 
 
 def _by_name(given: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the options under the names of the fields; `InvalidInput` for a name that is none or is there twice."""
+    """Return the options under the names of the fields; raise `InvalidInput` for unknown or duplicate names."""
     known = {row.name for row in fields(TrainOptions)}
     found = {}
     for key, value in given.items():

@@ -73,7 +73,7 @@ def text(metavar: str, *, empty: bool = False) -> OptionRule:
 
 
 def _is_text(value: object) -> bool:
-    """True if a value can be a file's name, and be written into a file."""
+    """Return True if a value can be a file's name, and be written into a file."""
     if not isinstance(value, str) or "\0" in value:
         return False
     try:

@@ -1,8 +1,8 @@
-"""Every option of ``pstar-train``: one dataclass, from which command line, TOML file and documentation are made.
+"""Define every option of ``pstar-train`` in one dataclass, for command line, TOML file and documentation.
 
 [Note: what a run is]
-Options marked ``identity`` say which training a run is: with another value its numbers would be those of another run,
-so a run is resumed only if they are the same. The others say where it runs, how long, and what is told about it.
+Options marked ``identity`` say which training a run is. With another value its numbers would be those of another run.
+So a run is resumed only if they are the same. The other options say where it runs, how long, and what is reported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODEL, PLACE, DATA, TRAINING, WATCHING, SAVING = "Model", "Where", "Data", "Trai
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Everything that ``pstar-train`` can be told."""
+    """All options of ``pstar-train``."""
 
     model: str = _option(
         "gpt-10m",
@@ -201,17 +201,17 @@ class TrainOptions:
 
     @property
     def warmup_steps(self) -> int:
-        """The number of warm-up steps, also where ``--warmup`` is not given."""
+        """Return the number of warm-up steps, even if ``--warmup`` is not given."""
         return min(100, self.steps // 10) if self.warmup is None else self.warmup
 
     @property
     def tokens_per_step(self) -> int:
-        """The tokens of all micro-batches of a step."""
+        """Return the tokens of all micro-batches of a step."""
         return self.batch * self.seq * self.accumulate
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The options that cannot change within a run, as JSON has them; see [Note: what a run is]."""
+        """Return the options that cannot change within a run, for JSON; see [Note: what a run is]."""
         values = {row.name: getattr(self, row.name) for row in fields(self) if row.metadata["identity"]}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -235,7 +235,7 @@ def rule_for(row: Field[Any]) -> rules.OptionRule:
 
 
 def flag_of(row: Field[Any] | str) -> str:
-    """Return an option as the command line has it."""
+    """Return an option's name on the command line."""
     return "--" + (row if isinstance(row, str) else row.name).replace("_", "-")
 
 

@@ -1,4 +1,4 @@
-"""Check that samples in one sequence do not see each other."""
+"""Check that samples in one sequence do not attend to each other."""
 
 from __future__ import annotations
 

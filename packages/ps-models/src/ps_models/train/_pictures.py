@@ -22,7 +22,7 @@ _MOST_POINTS = 480
 
 
 class Point(NamedTuple):
-    """A loss, or the mean of several, and the step it belongs to."""
+    """A loss, or the mean of several, and its step."""
 
     step: float
     loss: float
@@ -44,7 +44,7 @@ def draw(out: Path, model: str, memory: MemoryMeasurement | None) -> str:
 
 
 def loss_svg(model: str, losses: Sequence[Point], held: Sequence[Point]) -> str:
-    """Return the loss over steps as a picture that stands alone, for light and dark pages."""
+    """Return the loss over steps as a self-contained picture, for light and dark pages."""
     losses = _thinned(losses)
     title, last = escape(f"{model}: loss"), losses[-1]
     about = f"from {losses[0].loss:.4f} to {last.loss:.4f} in {last.step:.0f} steps"
@@ -70,7 +70,7 @@ def loss_svg(model: str, losses: Sequence[Point], held: Sequence[Point]) -> str:
 
 
 class _Scale:
-    """Where a step and a loss are in the picture."""
+    """Compute where a step and a loss are in the picture."""
 
     def __init__(self, points: Sequence[Point]) -> None:
         self.first, self.last = min(point.step for point in points), max(point.step for point in points)
@@ -88,7 +88,7 @@ class _Scale:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Return the points, or means of neighbours where there are too many."""
+    """Return the points, or means of neighbours if there are too many."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     edges = [place * len(points) // _MOST_POINTS for place in range(_MOST_POINTS + 1)]

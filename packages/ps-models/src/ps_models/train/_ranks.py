@@ -1,9 +1,9 @@
-"""The ranks that train one model under ``torchrun``; without it, this process is the only one.
+"""Connect the ranks that train one model under ``torchrun``; without it, this process is the only one.
 
 [Note: parts]
-``--batch`` counts the sequences of all processes. Process i of p takes the i-th p-th of each micro-batch, and divides
-its losses by p besides: gradients are summed over processes, and so are losses. So p processes get what one process
-gets that takes the same parts one after the other (``--batch`` a p-th, ``--accumulate`` p times as much).
+``--batch`` counts the sequences of all processes. Process i of p takes the i-th p-th of each micro-batch. It also
+divides its losses by p, since gradients and losses are summed over processes. So p processes get the same result as one
+process that takes the same parts one after the other. (That has ``--batch`` a p-th, ``--accumulate`` p times as much.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class TrainingRanks:
     """This rank among all. As a context manager it leaves the group at the end."""
 
     def __init__(self, together: Any = None) -> None:
-        """``together``: `ps_dist.TorchCollectives` (any: ps-dist is not there for everybody); None: alone."""
+        """Begin; ``together``: `ps_dist.TorchCollectives` (any: ps-dist may not be installed); None: a single
+        process.
+        """
         self.together = together
         self.rank: int = 0 if together is None else together.mesh.rank
         self.size: int = 1 if together is None else together.mesh.size
@@ -41,7 +43,7 @@ class TrainingRanks:
 
     @property
     def leads(self) -> bool:
-        """True on the rank that writes files and reports."""
+        """Return True on the rank that writes files and reports."""
         return self.rank == 0
 
     def check(self, options: TrainOptions, digest: str) -> None:
@@ -71,7 +73,7 @@ class TrainingRanks:
         return found
 
     def any(self, value: bool) -> bool:
-        """Return whether ``value`` is true on any rank."""
+        """Return True if ``value`` is true on any rank."""
         return self.total(float(value)) > 0
 
     def first(self, value: bool) -> bool:
@@ -79,9 +81,10 @@ class TrainingRanks:
         return self.any(value and self.leads)
 
     def share(self, objective: Objective) -> list[tuple[Batch, int]]:
-        """Return this rank's part of each batch for validation, and how much it counts.
+        """Return this rank's part of each batch for validation, and its weight.
 
-        Every rank has at least one sequence to run, which may count nothing."""
+        Every rank has at least one sequence to run, whose weight may be zero.
+        """
         found = []
         for batch in objective.validation:
             count = len(batch["input_ids"])
@@ -104,7 +107,7 @@ def join_ranks() -> TrainingRanks:
 
 
 class StopCheck:
-    """Tells all ranks alike whether to stop after this step; all call it at the same place."""
+    """Tell all ranks alike whether to stop after this step; all call this at the same place."""
 
     def __init__(self, stop: StopSignal, ranks: TrainingRanks) -> None:
         self._stop, self._ranks = stop, ranks

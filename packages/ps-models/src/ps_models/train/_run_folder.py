@@ -1,4 +1,4 @@
-"""Keep a run's files, so that the run goes on whenever the process ended.
+"""Keep a run's files, so that the run can resume whenever the process ends.
 
     OUT/
       options.toml            the options of the last call, for --config
@@ -12,8 +12,8 @@
         latest                the newest one's name; for people and other programs
         best                  with --keep-best: the best one's name and its validation loss
 
-A checkpoint appears under its name by a rename and leaves by one, so every ``step-*`` is complete, and a run resumes
-from the newest. ``metrics.jsonl`` is on the disk before the checkpoint is; rows beyond it are cut off on resuming.
+A checkpoint gets its name by a rename, and loses it by one. So every ``step-*`` is complete, and a run resumes from the
+newest. ``metrics.jsonl`` is on the disk before the checkpoint is; rows beyond it are cut off on resuming.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RunFolder:
     """One run's folder, which only this process uses while it is open."""
 
     def __init__(self, options: TrainOptions, digest: str) -> None:
-        """Make or find it; `InvalidInput` if it holds another run, or belongs to another process now."""
+        """Make or find the folder; raise `InvalidInput` if it holds another run, or another process uses it."""
         self.path = Path(options.out)
         self.checkpoints = self.path / "checkpoints"
         try:
@@ -79,7 +79,7 @@ class RunFolder:
         self.close()
 
     def _claim(self, options: TrainOptions, digest: str) -> None:
-        """Write down what this run is, or check that the folder has the same run; before a step there is no run."""
+        """Write what this run is, or check that a run begun in this folder is the same."""
         written, own = self.path / "run.json", {"options": options.identity, "data": digest}
         try:
             found = json.loads(written.read_text("utf-8"))
@@ -102,7 +102,7 @@ class RunFolder:
         write_text_atomically(self.path / "options.toml", options.to_toml())
 
     def _begun(self) -> bool:
-        """True if a step was made in this folder."""
+        """Return True if a step was made in this folder."""
         rows = self.path / "metrics.jsonl"
         return any(self.steps()) or (rows.exists() and rows.stat().st_size > 0)
 
@@ -122,8 +122,8 @@ class RunFolder:
     ) -> Mapping[str, Any] | None:
         """Return what ``load`` returns for the newest checkpoint that is not damaged; None if there is none at all.
 
-        One that is damaged gets another name and is passed over, for an older one is better than nothing. The oldest
-        one's error is raised: starting anew is not for this to decide.
+        A damaged one is renamed and skipped, since an older one is better than nothing. The oldest one's error is
+        raised: the user decides whether to start anew.
         """
         steps = self.steps()
         for step in steps:
@@ -142,7 +142,7 @@ class RunFolder:
     def saved(self, step: int, keep: int, *, sound: bool) -> None:
         """Point to the newest checkpoint, and remove old ones, but not the last that is ``sound``.
 
-        A checkpoint is sound once a loss of its weights was seen, and is finite.
+        A checkpoint is sound once a loss of its weights was computed, and is finite.
         """
         self._sound = step if sound else self._sound
         self._point(step)
@@ -152,12 +152,12 @@ class RunFolder:
                 _remove(self.checkpoint(each))
 
     def note_sound(self, step: int, keep: int) -> None:
-        """Note that the newest checkpoint is sound, so that older ones may go."""
+        """Note that the newest checkpoint is sound, so that older ones may be removed."""
         if step > self._sound:
             self.saved(step, keep, sound=True)
 
     def drop_unsound(self, step: int) -> int:
-        """Rename this checkpoint if it is there, since its weights give no finite loss; return the newest one left."""
+        """Rename this checkpoint, if it exists, for its lack of a finite loss; return the newest one left."""
         if self.checkpoint(step).exists():
             self._rename_checkpoint(step, "unsound")
             (self.checkpoints / "latest").unlink(missing_ok=True)
@@ -191,7 +191,7 @@ class RunFolder:
     def check_best(self, loaded: int, say: Callable[[str], None]) -> None:
         """Check the best checkpoint; if it is damaged or gone, report that and forget its loss.
 
-        ``loaded``: the step that training goes on from, whose checkpoint was read already.
+        ``loaded``: the step that training resumes from, whose checkpoint was read already.
         """
         step, loss = self.best()
         if step in (0, loaded):
@@ -243,10 +243,10 @@ def _lock(path: Path) -> int | None:
 
 
 class MetricsFile:
-    """``metrics.jsonl``."""
+    """Write the rows of ``metrics.jsonl``."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Cut off the rows beyond ``step``, and what a cut-short write left; go on after them."""
+        """Cut off the rows beyond ``step``, and an incomplete row; later rows are appended."""
         self._file = path.open("ab+")
         self._file.seek(0)
         end = 0
@@ -279,7 +279,7 @@ def _step_of(line: bytes) -> float:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint; it has another name before any file of it is removed."""
+    """Remove a checkpoint; it is renamed before any file of it is removed."""
     removed = folder.with_name(_REMOVED + folder.name)
     shutil.rmtree(removed, ignore_errors=True)
     folder.rename(removed)
@@ -332,7 +332,7 @@ class FollowerRunFolder(RunFolder):
 
 
 class NoMetricsFile(MetricsFile):
-    """Metrics without a file."""
+    """Write no metrics."""
 
     def __init__(self) -> None:
         """Open nothing."""

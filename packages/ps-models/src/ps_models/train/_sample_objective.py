@@ -1,4 +1,4 @@
-"""Make batches of samples; the loss is the mean over the tokens that are trained."""
+"""Make batches of samples; the loss is the mean over the trained tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ps_models._loss import IGNORED
 from ps_models.train._data import Corpus, generator_of
 from ps_models.train._objectives import Batch, unit_of
 from ps_models.train._options import TrainOptions
-from ps_models.train._samples import Samples, packed
+from ps_models.train._training_samples import Samples, packed
 
 
 class SampleRows:
-    """Samples in rows of one length; see [Note: rows] of `_samples`."""
+    """Samples in rows of one length; see [Note: rows] of `_training_samples`."""
 
     def __init__(self, samples: Samples, options: TrainOptions, end: int) -> None:
-        """``end``: the token that the end of a row is filled with."""
+        """Fill the rows; ``end``: the token that the end of a row is filled with."""
         self._samples, self._length, self._end = samples, options.seq, end
         self._seed, self._packs = options.seed, options.pack
         lengths = [samples.length(index) for index in range(len(samples))]
@@ -64,7 +64,7 @@ class SampleRows:
 
 
 class SampleObjective:
-    """Predicts the trained tokens of each sample, each of which counts the same within a step."""
+    """Train a model to predict the trained tokens of each sample, each with the same weight in a step."""
 
     def __init__(self, options: TrainOptions, data: Corpus) -> None:
         assert data.samples is not None, "the data are samples"
@@ -80,13 +80,13 @@ class SampleObjective:
         self.measured_in = f"nats a {unit_of(data)}"
 
     def batch(self, position: int, count: int) -> Batch:
-        """See `Objective`."""
+        """Return the rows; see `Objective`."""
         return self._train.batch(position, count)
 
     def counted(self, position: int, count: int) -> int:
-        """See `Objective`."""
+        """Return the weight; see `Objective`."""
         return self._train.counted(position, count)
 
     def counted_in(self, batch: Batch) -> int:
-        """See `Objective`."""
+        """Return the weight; see `Objective`."""
         return int((batch["labels"] != IGNORED).sum())

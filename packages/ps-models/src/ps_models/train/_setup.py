@@ -37,7 +37,7 @@ def model_of(options: TrainOptions) -> Found:
 
 
 def fitted(found: Found, options: TrainOptions, data: Corpus) -> Found:
-    """Return the model with the data's vocabulary; `InvalidInput` if a model from a folder lacks tokens of it."""
+    """Return the model with the data's vocabulary; raise `InvalidInput` if a model from a folder lacks tokens."""
     if isinstance(found, TransformerShape):
         return shape_of(options, data)
     found.check_tokens(data.tokenizer)
@@ -104,9 +104,10 @@ def device_of(options: TrainOptions) -> str:
 
 
 def manage(options: TrainOptions, found: Found, ranks: TrainingRanks, *, fresh: bool = True) -> ManagedModel:
-    """Build the model without memory, and put it under management, alone or with others.
+    """Build the model without memory, and put it under management, alone or with other ranks.
 
-    ``fresh``: no checkpoint will be loaded."""
+    ``fresh``: no checkpoint will be loaded.
+    """
     if options.threads is not None:
         ps_kernels.set_threads(options.threads)  # PyTorch's, too
     disk_dir = budget_of(options).disk_dir
@@ -181,7 +182,7 @@ def _built(options: TrainOptions, found: TransformerShape) -> nn.Module:
 
 
 def _is_vector(name: str, parameter: Any) -> bool:
-    """True for norms and biases; ``Any`` as in `Group`."""
+    """Return True for norms and biases; ``Any`` as in `Group`."""
     found: bool = parameter.dim() < 2
     return found
 
@@ -195,7 +196,7 @@ def budget_of(options: TrainOptions) -> Budget:
 
 
 def told(found: Found, options: TrainOptions, ranks: TrainingRanks) -> str:
-    """Return a line about the model, and with several ranks another about them."""
+    """Return a line about the model, and with several ranks another about these."""
     count = options.batch // ranks.size
     others = (
         f"\n{ranks.size} processes, each with {count} of the {options.batch} sequences of a micro-batch; "

@@ -50,7 +50,7 @@ class StepMetrics:
     """After the update, in the steps that have a validation."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a row for JSON: what is not finite is None, what is not known is left out."""
+        """Return a row for JSON: values that are not finite are None, unknown ones are left out."""
         found = {row.name: getattr(self, row.name) for row in fields(self)}
         unknown = {name for name in ("mfu", "val_loss") if found[name] is None}
         return {
@@ -73,7 +73,7 @@ class StepMetrics:
 
 
 class Rates:
-    """Operations of a step, and the peak they are measured against."""
+    """The operations of a step, and the device's peak rate."""
 
     def __init__(self, found: ModelFacts, options: TrainOptions, device: str) -> None:
         self._tokens = options.tokens_per_step
@@ -136,7 +136,7 @@ def memory_of(counted: Statistics) -> dict[str, dict[str, int]]:
 
 
 class RemainingTime:
-    """Estimates the time of the remaining steps."""
+    """Estimate the time of the remaining steps."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_RECENT)

@@ -1,4 +1,4 @@
-"""Stop on signals: the first SIGINT or SIGTERM asks the training to end, the second interrupts it."""
+"""Stop on signals: the first SIGINT or SIGTERM ends the training after a step, the second interrupts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WATCHED = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignal:
-    """Notes the first signal. As a context manager it installs and removes handlers."""
+    """Note the first signal. As a context manager it installs and removes handlers."""
 
     def __init__(self) -> None:
         self.asked: str | None = None

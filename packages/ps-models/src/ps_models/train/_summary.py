@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""Summarise a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ps_models.train._options import TrainOptions
 from ps_models.train._step_metrics import Rates
 
 _PLAIN_BYTES = 16
-"""A parameter's weight, gradient and states in PyTorch: 2 + 2 + 4 + 4 + 4 with 16-bit weights, 4 times 4 in fp32."""
+"""Bytes a parameter in PyTorch: 2 + 2 + 4 + 4 + 4 with 16-bit weights, 4 times 4 in fp32."""
 
 
 def summary(

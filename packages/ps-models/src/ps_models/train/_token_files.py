@@ -1,7 +1,7 @@
 """Read files of token numbers: a sequence at a time, never as a whole.
 
-They are not mapped into memory. A file that is cut short while it is mapped ends the process (SIGBUS), or gives
-zeros up to the end of a page; reading tells.
+They are not mapped into memory. When a mapped file is cut short, the process ends (SIGBUS), or reads zeros to a page's
+end. Ordinary reads notice that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Opened:
         self.bytes = os.fstat(self._file).st_size
 
     def read(self, start: int, size: int) -> bytearray:
-        """Return these bytes; `InvalidInput` if the file is shorter than it was when it was opened."""
+        """Return these bytes; raise `InvalidInput` if the file is shorter than when it was opened."""
         data, done = bytearray(size), 0
         while done < size:
             count = os.preadv(self._file, [memoryview(data)[done:]], start + done)
@@ -52,7 +52,7 @@ class TokenFile:
     """A run of tokens in a file; a slice is read when it is used."""
 
     def __init__(self, file: _Opened, dtype: torch.dtype, start: int, count: int) -> None:
-        """``start``: the position of the first token, in bytes."""
+        """Describe the run; ``start``: the position of the first token, in bytes."""
         self._file, self.dtype, self._start, self._count = file, dtype, start, count
 
     def __len__(self) -> int:
@@ -111,7 +111,7 @@ def _npy(path: Path) -> tuple[torch.dtype, int, int]:
 
 
 def digest_of(path: Path) -> bytes:
-    """Return a hash of the size, the first and the last piece: it notices another file, and is quick on a large one."""
+    """Return a hash of the size, the first and the last piece: quick for large files, and different for others."""
     size, found = path.stat().st_size, hashlib.sha256()
     found.update(size.to_bytes(8, "little"))
     with path.open("rb") as file:

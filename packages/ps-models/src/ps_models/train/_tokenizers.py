@@ -23,7 +23,7 @@ _FIRSTS = ("[CLS]", "<s>", "<cls>", "<bos>")
 
 
 class Tokenizer(Protocol):
-    """Converts documents to tokens and back."""
+    """Protocol that converts documents to tokens and back."""
 
     vocabulary: int
     """The number of tokens, the end of a document included."""
@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
     """Equal for equal tokenizers."""
 
     def encode(self, document: bytes) -> Tensor:
-        """Return a document's tokens, in the smallest type of integers that is enough; without the end."""
+        """Return a document's tokens without the end, in the smallest integer type that suffices."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of these tokens, without ends."""
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
         """Return a conversation's tokens, and for each whether it is of an answer.
 
-        `ValueError` says why this tokenizer cannot. (Any: as chat templates take messages.)
+        Raise `ValueError` if this tokenizer cannot. (Any: as chat templates take messages.)
         """
 
 
@@ -57,7 +57,7 @@ class _WithoutTemplate:
     start: tuple[int, ...] = ()
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
-        """See `Tokenizer`."""
+        """Raise `ValueError`; see `Tokenizer`."""
         raise ValueError(
             "conversations need a chat template, which this tokenizer has not; allowed is --hf, or --tokenizer, with a "
             "folder whose tokenizer has one"
@@ -65,7 +65,7 @@ class _WithoutTemplate:
 
 
 class Bytes(_WithoutTemplate):
-    """Each byte is a token; three more end a document, hide a byte, and stand for a whole sequence."""
+    """Use each byte as a token; three more end a document, hide a byte, and stand for a whole sequence."""
 
     end = 256
     mask: int | None = 257
@@ -75,7 +75,7 @@ class Bytes(_WithoutTemplate):
     digest = "bytes"
 
     def encode(self, document: bytes) -> Tensor:
-        """See `Tokenizer`."""
+        """Encode a document; see `Tokenizer`."""
         if not document:
             return torch.empty(0, dtype=torch.int16)
         return torch.frombuffer(bytearray(document), dtype=torch.uint8).to(torch.int16)
@@ -86,7 +86,7 @@ class Bytes(_WithoutTemplate):
 
 
 class HuggingFace(_WithoutTemplate):
-    """A ``tokenizer.json``, by the package ``tokenizers``."""
+    """Use a ``tokenizer.json``, by the package ``tokenizers``."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -120,12 +120,12 @@ class HuggingFace(_WithoutTemplate):
         return next((token for token in found if token is not None), None)
 
     def encode(self, document: bytes) -> Tensor:
-        """See `Tokenizer`."""
+        """Encode a document; see `Tokenizer`."""
         text = document.decode("utf-8", "replace")
         return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._type)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See `Tokenizer`."""
+        """Decode tokens; see `Tokenizer`."""
         text: str = self._tokenizer.decode([token for token in tokens if token != self.end])
         return text
 

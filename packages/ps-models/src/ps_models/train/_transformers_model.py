@@ -1,10 +1,10 @@
-"""A causal language model of transformers in a folder, read into a managed model one file at a time.
+"""Read a causal language model of transformers from a folder into a managed model, file by file.
 
 [Note: names in files]
-The engine reads a file's tensors straight into its chunks, by their names. Where the names in the files are the
-model's, nothing is ever there twice. PEFT renames what it puts adapters around, so `OriginalNames` keeps the names.
-Some architectures of transformers put tensors of the files together (experts, say): such a model is read as a whole by
-``from_pretrained``, and written as a whole, for only transformers knows how.
+The engine reads a file's tensors straight into its chunks, by their names. If the names in the files are the model's,
+no tensor is ever in memory twice. PEFT renames the modules that it wraps with adapters, so `OriginalNames` keeps the
+names. Some architectures of transformers combine tensors of the files (such as experts). Such a model is read as a
+whole by ``from_pretrained``, and written as a whole: only transformers knows how.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core.engine import load_weights
+from ps_models.train._import_transformers import package_for, transformers_for
 from ps_models.train._options import TrainOptions
 from ps_models.train._tokenizers import Tokenizer
-from ps_models.train._transformers import package_for, transformers_for
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class OriginalNames(nn.Module):
-    """Shows a model's modules under the names that they have now, also when others are put around them later."""
+    """Show a model's modules under their present names, even if other modules wrap them later."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class OriginalNames(nn.Module):
 
 
 class TransformersModel:
-    """What a folder says of its model; see `ModelFacts`."""
+    """Describe the model in a folder; see `ModelFacts`."""
 
     def __init__(self, options: TrainOptions) -> None:
         assert options.hf is not None, "there is a folder"
@@ -87,7 +87,7 @@ class TransformersModel:
         return model
 
     def _has_own_names(self) -> bool:
-        """True if each tensor of the model is in the files under one of its names."""
+        """Return True if each tensor of the model is in the files under one of its names."""
         found, prefix = self._names_in_files(), self.names.base_model_prefix + "."
         wanted: dict[int, list[str]] = {}
         for name, tensor in named_tensors(self.names):
@@ -129,7 +129,7 @@ class TransformersModel:
         return found
 
     def _check_adapters(self, adapted: nn.Module, *, merges: bool) -> None:
-        """Refuse adapters that the engine cannot train, and those that cannot be merged."""
+        """Raise for adapters that the engine cannot train, and for those that cannot be merged."""
         names: dict[int, str] = {id(module): prefix for prefix, module in self.names.named_modules()}
         uses: dict[int, list[str]] = {}
         for name, tensor in named_tensors(self.names):
@@ -159,7 +159,7 @@ class TransformersModel:
         return model
 
     def load(self) -> str:
-        """Read the files into the managed model; return the names that the model has no use for, in words."""
+        """Read the files into the managed model; return the names that the model does not use, in words."""
         if self.is_read:
             return ""
         with warnings.catch_warnings():
@@ -175,7 +175,7 @@ class TransformersModel:
         return f"{self.folder}: {len(unexpected)} tensors are not the model's ({some})" if unexpected else ""
 
     def write_config(self, folder: Path) -> None:
-        """Write the configuration as it was, with the type of the weights that are beside it."""
+        """Write the original configuration, with the type of the weights beside it."""
         config = self._library.AutoConfig.from_pretrained(self.folder, local_files_only=True)
         config.dtype, config.architectures = self._dtype, [self.kind]
         config.save_pretrained(folder)
@@ -195,7 +195,7 @@ class TransformersModel:
 
 
 def named_tensors(names: OriginalNames) -> Iterator[tuple[str, Tensor]]:
-    """Yield what files hold of a model, tied tensors under each of their names."""
+    """Yield the tensors of a model's files, tied ones under each of their names."""
     for prefix, module in names.named_modules():
         kept = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
         for name, tensor in (module._parameters | kept).items():
@@ -235,7 +235,7 @@ def adapted_layers(model: nn.Module) -> list[Any]:
 def _replace_meta_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Replace each parameter on ``meta`` by a single zero, expanded to its shape; return the parameters.
 
-    PEFT moves adapters to the device of the weights beside them: on ``meta`` they would lose the values it draws.
+    PEFT moves adapters to the device of the weights beside them: on ``meta`` they would lose their values.
     """
     found: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():

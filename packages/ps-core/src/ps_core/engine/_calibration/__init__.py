@@ -1,1 +1,1 @@
-"""The probes of `pstar doctor --calibrate`, one module for each kind of work."""
+"""Run the probes of `pstar doctor --calibrate`, one module for each kind of work."""

@@ -1,4 +1,4 @@
-"""Bytes over time: optimizer steps, norms, copies, links, the disk."""
+"""Measure bytes a second: optimizer steps, norms, copies, links, the disk."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _DISK_BYTES = 2**28
 
 
 class StepRate:
-    """The bandwidth of an Adam step: 28 bytes a parameter."""
+    """Measure the bandwidth of an Adam step: 28 bytes a parameter."""
 
     def __init__(self, device: torch.device) -> None:
         self._numel = _PARAMETERS * (8 if device.type == "cuda" else 1)
-        p, m, v = (torch.rand(self._numel, device=device) for _ in range(3))
-        grad = torch.rand(self._numel, device=device).bfloat16()
+        p, m, v = (torch.rand(self._numel, dtype=torch.float32, device=device) for _ in range(3))
+        grad = torch.rand(self._numel, dtype=torch.float32, device=device).bfloat16()
         self.probe = Probe(
             f"optimizer step on {device.type}",
             lambda: ps_kernels.adam_step(p, m, v, grad, grad, step=10, lr=1e-3, weight_decay=0.1),
@@ -36,7 +36,7 @@ class StepRate:
 
     @property
     def moved_bytes(self) -> int:
-        """How many bytes one step reads and writes."""
+        """Return how many bytes one step reads and writes."""
         return 28 * self._numel
 
     def rate(self) -> float:
@@ -45,7 +45,9 @@ class StepRate:
 
 
 class HostTraffic:
-    """What the host's memory gives: an Adam step on all cores, and copies both ways beside it for as long."""
+    """Measure the host memory's bandwidth: an Adam step on all cores, with copies in both directions at the same
+    time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._step, self._links, self._device = StepRate(_CPU), Links(device), device
@@ -73,10 +75,11 @@ class HostTraffic:
 
 
 class NormRate:
-    """The bandwidth of the norm of gradients in 16 bits."""
+    """Measure the bandwidth of the norm of gradients in 16 bits."""
 
     def __init__(self) -> None:
-        grad, out = torch.rand(2 * _PARAMETERS).bfloat16(), torch.zeros(2)
+        grad = torch.rand(2 * _PARAMETERS, dtype=torch.float32, device="cpu").bfloat16()
+        out = torch.zeros(2, dtype=torch.float32, device="cpu")
         self._bytes = grad.nbytes
         self.probe = Probe("norm", lambda: ps_kernels.sumsq_finite(grad, out))
 
@@ -86,10 +89,10 @@ class NormRate:
 
 
 class CopyRate:
-    """Within a device's memory."""
+    """Measure the bandwidth of copies within a device's memory."""
 
     def __init__(self, device: torch.device) -> None:
-        source = torch.rand(_BLOCK_BYTES // 4, device=device)
+        source = torch.rand(_BLOCK_BYTES // 4, dtype=torch.float32, device=device)
         target = torch.empty_like(source)
         self.probe = Probe("copy in memory", lambda: target.copy_(source), device)
 
@@ -99,7 +102,10 @@ class CopyRate:
 
 
 class Links:
-    """Up, down, and what even the smallest copy takes. Where the CPU plays the device a link is a copy in memory."""
+    """Measure the links to and from the device, and the latency of the smallest copy.
+
+    Where the CPU stands in for the device, a link is a copy in memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         host = ps_kernels.PinnedArena(_BLOCK_BYTES, pin=device.type == "cuda").tensor(0, _BLOCK_BYTES, torch.uint8)

@@ -1,4 +1,4 @@
-"""Find the number of blocks that caches do not hold."""
+"""Find how many transformer blocks exceed the CPU's caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEWEST, _MOST = 4, 16
 
 
 class Cache(NamedTuple):
-    """The last level's."""
+    """The size of the last level of cache."""
 
     bytes: int
     known: bool

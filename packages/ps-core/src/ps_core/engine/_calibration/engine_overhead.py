@@ -1,4 +1,4 @@
-"""The engine's own work, from a model that hardly computes."""
+"""Measure the engine's own work with models that hardly compute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FEW, _MANY = 2**15, 2**11
 
 
 class Told(NamedTuple):
-    """Seconds of a model's passes and step, and how many parts of the engine's own work they hold."""
+    """Seconds of a model's passes and step, and how many pieces of the engine's own work these contain."""
 
     passes_s: float
     step_s: float
@@ -36,7 +36,7 @@ class Told(NamedTuple):
 
 
 class OwnWork(NamedTuple):
-    """Seconds of the thread, each."""
+    """Seconds of the host thread for each piece of the engine's own work."""
 
     moment: float
     tensor: float
@@ -46,7 +46,7 @@ class OwnWork(NamedTuple):
 
 
 class Tiny:
-    """A managed model whose passes and steps are timed."""
+    """A small managed model whose passes and steps are timed."""
 
     def __init__(self, group_bytes: int, budget_bytes: int) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -58,7 +58,7 @@ class Tiny:
                 options=Options(group_bytes=group_bytes),
             )
         assert optimizer is not None, "one was asked for"
-        x = torch.zeros(1, 16, _HIDDEN)
+        x = torch.zeros(1, 16, _HIDDEN, dtype=torch.float32, device="cpu")
         name = f"bookkeeping of groups of {group_bytes} bytes in {budget_bytes >> 10} KiB"
         self.probes = [
             Probe(f"{name}, passes", lambda: managed(x).backward()),
@@ -67,7 +67,7 @@ class Tiny:
         self._managed = managed
 
     def told(self) -> Told:
-        """Return the seconds and part counts of the timed runs, and release the model."""
+        """Return the seconds and piece counts of the timed runs, and release the model."""
         scheduler = hooks_of(self._managed).scheduler
         assert isinstance(scheduler, PlanScheduler), "there is one process"
         planned = scheduler.planned
@@ -89,20 +89,20 @@ class Tiny:
 
 
 class Bookkeeping:
-    """Three such models: few moments, many moments, and many moments for which everything moves."""
+    """Time three small models: few moments, many moments, and many moments where every group moves."""
 
     def __init__(self) -> None:
         self._models = Tiny(_FEW, _AMPLE), Tiny(_MANY, _AMPLE), Tiny(_MANY, _TIGHT)
         self.rows = [model.probes for model in self._models]
 
     def fit(self) -> OwnWork:
-        """Return the host thread's seconds for each part of the engine's own work."""
+        """Return the host thread's seconds for each piece of the engine's own work."""
         few, many, moving = (model.told() for model in self._models)
         return divide(few, many, moving)
 
 
 def divide(few: Told, many: Told, moving: Told) -> OwnWork:
-    """Among moments, tensors, steps and moves: the models differ in nothing but their numbers."""
+    """Divide the seconds among moments, tensors, steps and moves: the models differ in nothing but their numbers."""
     instruction = max(0.0, (many.step_s - few.step_s) / (many.steps - few.steps))
     first, second = (each.passes_s - each.norms * instruction for each in (few, many))
     moment = max(0.0, (second - first) / (many.moments - few.moments))

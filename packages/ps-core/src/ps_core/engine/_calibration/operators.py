@@ -1,4 +1,4 @@
-"""Operators that take longer than what they read and write says: attention, and hyperbolic tangents."""
+"""Measure operators that take longer than their reads and writes suggest: attention and hyperbolic tangents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TIMES = 4
 
 
 class Attended(NamedTuple):
-    """Attention over sequences of some length, and what it took."""
+    """Attention over sequences of one length, and the seconds that it took."""
 
     queries: float
     flops: float
@@ -30,7 +30,7 @@ class Attended(NamedTuple):
 
 
 class Slow(NamedTuple):
-    """Figures of such operators, in one precision."""
+    """Rates of such operators, in one precision."""
 
     attention_flops: float
     query_s: float
@@ -45,7 +45,7 @@ class Slow(NamedTuple):
 
 
 class Operators:
-    """One precision's."""
+    """Measure such operators in one precision."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         kind = str(dtype).removeprefix("torch.")
@@ -68,7 +68,10 @@ class Operators:
 
 
 def attention(short: Attended, long: Attended) -> tuple[float, float, float]:
-    """Operations a second, and seconds for each query there and back beside them, from as many in two lengths."""
+    """Return attention's operations a second, and its seconds for each query in both directions.
+
+    The two probes have equally many queries and different lengths.
+    """
     before, after = (each.forward_s + each.backward_s for each in (short, long))
     rate = (long.flops - short.flops) / max(after - before, 0.25 * after)
     forward, backward = (part * short.flops / 7 / rate for part in (2, 5))
@@ -80,9 +83,9 @@ def attention(short: Attended, long: Attended) -> tuple[float, float, float]:
 
 
 def _attention(kind: str, length: int, dtype: torch.dtype) -> list[Probe]:
-    """There, and back from the last time that it was there."""
+    """Return probes of attention: forward, and backward from the latest forward."""
     shape = _TOKENS // length, length, _HEADS, _HEAD
-    q, k, v = (torch.rand(shape, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3))
+    q, k, v = (torch.rand(shape, dtype=dtype, device="cpu").transpose(1, 2).requires_grad_() for _ in range(3))
     found: list[torch.Tensor] = []
 
     def forward() -> None:
@@ -99,7 +102,7 @@ def _attention(kind: str, length: int, dtype: torch.dtype) -> list[Probe]:
 
 def _gelu(kind: str, form: str, dtype: torch.dtype) -> Probe:
     """Return a probe of one form of GELU, in forward and backward."""
-    x = torch.linspace(-2, 2, _BENT[0] * _BENT[1]).to(dtype).view(_BENT)
+    x = torch.linspace(-2, 2, _BENT[0] * _BENT[1], dtype=torch.float32, device="cpu").to(dtype).view(_BENT)
 
     def work() -> None:
         for _ in range(_TIMES):

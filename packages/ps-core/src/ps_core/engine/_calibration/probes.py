@@ -1,9 +1,9 @@
-"""Timing small pieces of work so that whatever else goes on disturbs little, and shows.
+"""Time small pieces of work so that other processes disturb the times little, and so that a disturbance shows.
 
 [Note: how it is timed]
-All take turns, so that a slow spell meets each of them, and of each the lower quartile counts. What one thread does by
-itself is timed by the processor's clock, which stands still while others are served; what several threads or a device
-do, by the wall's.
+All probes take turns, so that a slow period meets each of them. Of each probe the lower quartile counts. What one
+thread does alone is timed by the processor's clock, which stops while other processes run. What several threads or a
+device do is timed by the wall clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 
 
 class Probe:
-    """A piece of work, and how long it took each time."""
+    """A piece of work, and the seconds of each time it ran."""
 
     def __init__(self, name: str, work: Callable[[], object], device: torch.device = _CPU) -> None:
         self.name = name
@@ -51,12 +51,12 @@ class Probe:
 
     @property
     def seconds(self) -> float:
-        """The lower quartile."""
+        """Return the lower quartile of the seconds."""
         return sorted(self.times)[(len(self.times) - 1) // 4]
 
     @property
     def spread(self) -> float:
-        """The median's excess over the lower quartile, as a part of the quartile."""
+        """Return the median's excess over the lower quartile, as a fraction of the quartile."""
         return statistics.median(self.times) / max(self.seconds, 1e-9) - 1
 
     def _synchronize(self) -> None:
@@ -86,7 +86,7 @@ def collect(rows: Sequence[Row], rounds: int, between: Callable[[], object] | No
 
 
 def steadiness(rows: Sequence[Row]) -> list[str]:
-    """Describe how far samples lay apart, and whether other processes kept the machine busy."""
+    """Describe how far samples differed, and whether other processes kept the machine busy."""
     probes = [probe for row in rows for probe in row]
     worst = max(probes, key=lambda probe: probe.spread)
     usual = statistics.median(probe.spread for probe in probes)

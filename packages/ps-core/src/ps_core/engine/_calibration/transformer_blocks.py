@@ -1,4 +1,4 @@
-"""Matrix work inside transformer blocks, and what goes with it."""
+"""Measure the matrix work inside transformer blocks, and what comes with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEVICE_TOKENS = (4096, 12288)
 
 
 class Block(nn.Module):
-    """A transformer's block, recomputed in backward."""
+    """A transformer block, which is recomputed in backward."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the block with recomputation in backward."""
+        """Run the block, to be recomputed in backward."""
         found: torch.Tensor = checkpoint(self._compute, x, use_reentrant=False)
         return found
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Some of them; what it returns is a loss."""
+    """Run several blocks in a row; the output is a loss."""
 
     def __init__(self, blocks: int, hidden: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Blocks(nn.Module):
 
 
 class Timed(NamedTuple):
-    """Blocks: what they compute, bytes of weights and gradients that pass, and seconds."""
+    """Blocks: what they compute, the bytes of weights and gradients that they move, and their seconds."""
 
     amounts: Amounts
     weight_bytes: float
@@ -72,9 +72,9 @@ class Timed(NamedTuple):
 
 
 class OnTheCpu:
-    """Three widths in one precision: the same operators, other amounts of work.
+    """Measure three widths in one precision on the CPU: the same operators, other amounts of work.
 
-    The widest are so many that caches do not hold their weights and gradients; narrower ones are as many.
+    There are as many blocks of each width. At the largest width the caches do not hold their weights and gradients.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -87,20 +87,21 @@ class OnTheCpu:
         self.note = f"{self.blocks} blocks in {dtype}: {stack:.0f} MiB of weights and gradients beside {cache}"
         for hidden in _WIDTHS:
             model = Blocks(self.blocks, hidden).to(dtype)
-            x = torch.rand(max(1, _TOKENS // _LENGTH), min(_LENGTH, _TOKENS), hidden, dtype=dtype)
+            x = torch.rand(max(1, _TOKENS // _LENGTH), min(_LENGTH, _TOKENS), hidden, dtype=dtype, device="cpu")
             self._counts.append(_counted(model, x))
             self.probes.append(_probe(f"{dtype} blocks, {hidden} wide", model, x))
 
     def fit(self, copy_rate: float, slow: Slow) -> tuple[float, float]:
-        """Operations a second, and seconds for an element."""
+        """Return the operations a second, and the seconds for an element."""
         timed = (Timed(*counts, probe.seconds) for counts, probe in zip(self._counts, self.probes, strict=True))
         return fit(list(timed), copy_rate, slow)
 
 
 def fit(timed: Sequence[Timed], copy_rate: float, slow: Slow) -> tuple[float, float]:
-    """Operations a second and seconds for an element, from three amounts; what all three take alike is neither.
+    """Return the operations a second and the seconds for an element, from three amounts of work.
 
-    Weights and gradients pass at the rate of a copy; attention and what else is slow take what they take by themselves.
+    What takes equally long in all three is part of neither. Weights and gradients move at the rate of a copy. Attention
+    and other slow operators take the seconds measured for them.
     """
     rows = [
         (
@@ -122,7 +123,7 @@ def fit(timed: Sequence[Timed], copy_rate: float, slow: Slow) -> tuple[float, fl
 
 
 class OnADevice:
-    """Two amounts of tokens in one precision: what grows with them is work, what does not is overhead."""
+    """Measure two numbers of tokens in one precision: time that grows with them is work, the rest is overhead."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         model = Blocks(_DEVICE_BLOCKS, _DEVICE_WIDTH).to(device, dtype)
@@ -133,7 +134,7 @@ class OnADevice:
         self.probes = [_probe(f"{dtype} blocks of {x.shape[0]} sequences", model, x) for x in inputs]
 
     def fit(self) -> tuple[float, float]:
-        """Operations a second, counting 8 a parameter and token, and the seconds a moment takes besides."""
+        """Return the operations a second, counting 8 a parameter and token, and the overhead of a moment in seconds."""
         few, many = (self._work * tokens for tokens in _DEVICE_TOKENS)
         short, long = (probe.seconds for probe in self.probes)
         rate = (many - few) / max(long - short, 0.25 * long)
@@ -150,7 +151,7 @@ def _probe(name: str, model: nn.Module, x: torch.Tensor) -> Probe:
 
 
 def _counted(model: nn.Module, x: torch.Tensor) -> tuple[Amounts, float]:
-    """Return a pass's amounts, and bytes moved for parameters, as plans count both.
+    """Return a pass's amounts of work, and the bytes moved for parameters, as plans count both.
 
     A pass reads each weight in forward and in backward, and makes and copies its gradient.
     """

@@ -1,1 +1,1 @@
-"""Checkpoints and weights in files."""
+"""Write and read checkpoints, and weights in files."""

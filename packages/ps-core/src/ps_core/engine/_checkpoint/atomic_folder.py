@@ -1,4 +1,4 @@
-"""Write a folder so that all of it is there or none, whenever the process is killed.
+"""Write a folder so that either all of it exists or nothing, even if the process is killed.
 
 [Note: siblings]
 A save of ``runs/a`` writes ``runs/.a.ps-partial``. It goes on once every file, the folder and its parent are on the
@@ -34,11 +34,11 @@ _OURS = re.compile(
 )
 _SHOWN = 5
 _LOOKS, _LOOK_S = 100, 0.1
-"""A rank looks so many times for the folder that rank 0 made, so many seconds apart: network file systems are slow."""
+"""How often a rank looks for rank 0's folder, and the seconds between: network file systems are slow."""
 
 
 class AtomicFolder:
-    """A checkpoint's folder and its siblings; see [Note: siblings]."""
+    """Manage a checkpoint's folder and its siblings; see [Note: siblings]."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).resolve()
@@ -110,7 +110,7 @@ class AtomicFolder:
         self._exchange()
 
     def _exchange(self) -> None:
-        """Put the ready folder in the path's place; steps 2 to 4 of the note."""
+        """Put the ready folder in the path's place: steps 2 to 4 of the note."""
         sync_folder(self.path.parent)
         if self.path.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
@@ -135,7 +135,7 @@ class AtomicFolder:
 
 
 def _is_ours(manifest: Path) -> bool:
-    """True if a file begins as a manifest does."""
+    """Return True if a file begins as a manifest does."""
     begin = f'{{"format": "{FORMAT}"'.encode()
     try:
         with manifest.open("rb") as file:
@@ -158,7 +158,7 @@ def as_tier_failure(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Lock a folder within the block; raise `BlockingIOError` if another process has it, unless ``wait``."""
+    """Lock a folder within the block; if another process has locked it, wait or raise `BlockingIOError`."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

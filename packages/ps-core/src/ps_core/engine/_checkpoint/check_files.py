@@ -1,4 +1,4 @@
-"""``check_checkpoint``: read every byte of a checkpoint, and load nothing."""
+"""Define ``check_checkpoint``, which reads every byte of a checkpoint and loads nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ps_core.engine._checkpoint.reader import compare, readable, stored
 def check_checkpoint(path: str | os.PathLike[str]) -> None:
     """Raise `CheckpointDamaged` unless every file of a checkpoint has the bytes that `save_checkpoint` wrote.
 
-    It needs no model and takes a few megabytes of memory; where several processes use the checkpoint, one may call it.
+    No model is needed. The check takes a few megabytes of memory. Where several processes use the checkpoint, one may
+    call it alone.
     """
     saved = read_manifest(Path(path).absolute())
     with buffers(4 * BUFFER_BYTES) as pair:

@@ -1,4 +1,4 @@
-"""The tensors of a managed model by section and name, and access to the chunks that they are in."""
+"""Name the tensors of a managed model by section, and give access to the chunks that hold them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def contents(model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | Non
 
 
 def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what else ``state_dict`` has: persistent buffers, and parameters that are not managed."""
+    """Yield what else ``state_dict`` contains: persistent buffers, and parameters that are not managed."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         rows = {**module._buffers, **module._parameters}
@@ -63,7 +63,7 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """Return what modules give for ``get_extra_state``, by their names."""
+    """Return the modules' ``get_extra_state`` values by module name."""
     return {
         name: module.get_extra_state()
         for name, module in model.named_modules()
@@ -96,7 +96,7 @@ def layout_of(record: ParamState) -> Layout:
 
 
 def elements_of(record: ParamState, shard: int) -> range:
-    """Return the elements that a shard has, in memory order."""
+    """Return the elements of a tensor that a shard has, in memory order."""
     first = shard * record.group.shard_numel - record.offset
     start, stop = (min(max(each, 0), record.numel) for each in (first, first + record.group.shard_numel))
     return range(start, stop)
@@ -108,7 +108,7 @@ def largest_chunk_bytes(engine: Engine) -> int:
 
 
 class OpenChunks(AbstractContextManager["OpenChunks"]):
-    """Chunks that are open to the host: one at a time, since it may come from a disk, and those pinned in memory.
+    """Chunks that the host can read: one at a time from a disk, and those pinned in memory.
 
     With several ranks a chunk is this rank's shard.
     """
@@ -168,7 +168,7 @@ class OpenChunks(AbstractContextManager["OpenChunks"]):
 
 @contextmanager
 def _own(engine: Engine, group: ParamGroup, kind: Kind, *, write: bool) -> Iterator[torch.Tensor]:
-    """Give access to what this rank has of one kind of a group."""
+    """Give access to this rank's part of one kind of a group."""
     residency = engine.residency
     if not isinstance(residency, ShardedResidency):
         with engine.updater.opened(group, kind, write=write) as flat:

@@ -1,7 +1,7 @@
 """Find what a manifest lacks, or says wrongly or twice, before anything is loaded.
 
-Checksums tell what has changed since the save, and not what the writer forgot: a checkpoint that lacks a tensor may
-have sound ones. So a manifest must name every value that training needs, once, with its type and shape.
+Checksums tell what has changed since the save, and not what the writer forgot. A checkpoint that lacks a tensor may
+have correct checksums. So a manifest must name every value that training needs, once, with its type and shape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Wanted = tuple[torch.dtype, tuple[int, ...]]
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """True for a whole number that is large enough; a truth value is none."""
+    """Return True for an integer of at least ``least``; a boolean is none."""
     return type(value) is int and value >= least
 
 
@@ -46,7 +46,7 @@ def states_of(optimizer: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def wrong_values(manifest: dict[str, Any]) -> Iterator[str]:
-    """Yield what is missing or of a wrong type. Each check relies on those before: take only the first answer."""
+    """Yield what is missing or of a wrong type. Each check relies on the earlier ones: use only the first answer."""
     first = manifest["version"] == 1
     yield from _missing("it", manifest, {**_FIELDS, **({} if first else _FIELDS_OF_VERSION_2)})
     if "save" in manifest and first:
@@ -182,7 +182,7 @@ def _of_ranks(manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def wrong_tensors(manifest: dict[str, Any], files: Sequence[tuple[str, int, Sequence[TensorEntry]]]) -> Iterator[str]:
-    """Yield what is missing of the sections, or there twice, or otherwise than it has to be.
+    """Yield tensors of the sections that are missing, duplicate or wrong.
 
     ``files``: the section, the writer and the tensors of each.
     """
@@ -226,7 +226,7 @@ def _of_section(section: str, entries: Sequence[TensorEntry], wanted: Mapping[st
 
 
 def _of_parts(what: str, entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> Iterator[str]:
-    """Yield what is wrong with a tensor that is there whole, or in runs of elements that must lie side by side."""
+    """Yield what is wrong with a tensor that is stored whole or in parts; parts must adjoin each other."""
     if any(not entry.tensor for entry in entries):
         if len(entries) > 1:
             yield f"{what} is there more than once"
@@ -249,7 +249,7 @@ def _of_parts(what: str, entries: Sequence[TensorEntry], shape: tuple[int, ...])
 
 
 def _of_buffers(files: Sequence[tuple[int, Sequence[TensorEntry]]]) -> Iterator[str]:
-    """Yield what is wrong with buffers, of which every process that writes any writes all."""
+    """Yield what is wrong with buffers: a process that writes any must write all."""
     found: dict[int, dict[str, TensorEntry]] = {}
     for writer, entries in files:
         for entry in entries:
@@ -278,7 +278,7 @@ def _of_extra(found: Sequence[str], named: Sequence[Any]) -> Iterator[str]:
 
 
 def _tensors_in(value: Any) -> Iterator[Any]:
-    """Yield the names of tensors within an encoded value (any: see `values`)."""
+    """Yield the names of tensors within an encoded value (any: see `json_values`)."""
     if isinstance(value, list):
         for each in value:
             yield from _tensors_in(each)

@@ -1,13 +1,14 @@
 """Compute CRC-32 of bytes as they come, and of a whole from the checksums of its pieces.
 
 [Note: the checksum]
-The checksum is CRC-32, of zlib, which is in the standard library. It has to find damage, not forgery, and to be faster
-than a disk. It finds every change within 32 bits in a row; of others one in four billion escapes it. SHA-256 took three
-to four times as long, and halved the rate of a save. One thread takes it of each buffer while another has that written,
-or the next one read. `cksfv` and `rhash` check the list of them.
+The checksum is zlib's CRC-32, which is in the standard library. It has to find damage, not forgery, and to be faster
+than a disk. It finds every change within 32 consecutive bits. Of other changes one in four billion escapes it. SHA-256
+took three to four times as long, and halved the rate of a save. One thread computes the checksum of each buffer, while
+another writes that buffer or reads the next one. `cksfv` and `rhash` check the list of checksums.
 
-The sum of a whole follows from those of its pieces. Bytes that come after multiply what was there by a power of x, in
-polynomials over two elements. So each of several processes sums up what it reads, and no process reads a file twice.
+The checksum of a whole follows from those of its pieces. Bytes that come after multiply the earlier value by a power of
+x, in polynomials over two elements. So each of several processes sums up what it reads, and no process reads a file
+twice.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Checksum:
 
     @property
     def text(self) -> str:
-        """The checksum as files have it."""
+        """Return the checksum as it is written in files."""
         return text_of(self.value)
 
 
 def text_of(value: int) -> str:
-    """Return a checksum as files have it."""
+    """Return a checksum as it is written in files."""
     return f"{value:08X}"
 
 
@@ -62,7 +63,7 @@ def _squares() -> tuple[int, ...]:
 
 @cache
 def _power(size: int) -> int:
-    """Return what a checksum is multiplied by if ``size`` bytes follow."""
+    """Return the factor of a checksum that ``size`` bytes follow."""
     found, bits, place = _ONE, 8 * size, 0
     while bits:
         if bits & 1:

@@ -1,8 +1,8 @@
-"""Write and read files in order, past the page cache: one buffer is filled while the disk has the other.
+"""Write and read files in order, past the page cache: one buffer is filled while the disk uses the other.
 
 [Note: past the page cache]
-A checkpoint should push nothing else out of memory, and is wanted on the disk, not in a cache. Besides, direct
-transfers were several times as fast as buffered ones with an fsync. File systems without them get ordinary calls.
+A checkpoint should push nothing else out of memory. It also has to reach the disk. Besides, direct transfers were
+several times as fast as buffered ones with an fsync. File systems without them get ordinary calls.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 class DoubleBuffer:
-    """Two buffers for one file at a time, and two threads, one for the disk and one for the checksum."""
+    """Two buffers for one file at a time, and two threads: one for the disk, one for the checksum."""
 
     def __init__(self, size: int, helpers: ThreadPoolExecutor) -> None:
         self.pair = [memoryview(mmap.mmap(-1, size)) for _ in range(2)]
         self.helpers = helpers
 
     def start(self, *calls: Callable[[], object]) -> list[Future[object]]:
-        """Call these in the two threads."""
+        """Start these calls in the two threads."""
         return [self.helpers.submit(call) for call in calls]
 
 
@@ -71,16 +71,16 @@ def set_direct(file: int, on: bool) -> bool:
 
 
 def _was_direct(file: int, error: OSError) -> bool:
-    """True if a transfer failed because it went past the page cache, as a file's end does; then switch that off."""
+    """Return True if a transfer failed because it was direct, as at a file's end; then switch direct transfers off."""
     direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
     return error.errno == errno.EINVAL and direct and set_direct(file, False)
 
 
 class DirectWriter:
-    """Writes a new file from its beginning to its end."""
+    """Write a new file from its beginning to its end."""
 
     def __init__(self, path: Path, pair: DoubleBuffer, folder: int | None = None) -> None:
-        """``folder``: an open folder to make the file in, whatever becomes of the folder's name."""
+        """Create the file; ``folder``: an open folder to create it in, even if that folder is renamed."""
         self._buffers = pair
         self._checksum = Checksum()
         self._filled = 0
@@ -134,10 +134,10 @@ def wait_quietly(going: list[Future[Any]]) -> None:
 
 
 class DirectReader:
-    """Reads runs of bytes of a file, one after another."""
+    """Read runs of bytes of a file, one after another."""
 
     def __init__(self, path: Path, pair: DoubleBuffer, runs: Sequence[tuple[int, int]]) -> None:
-        """``runs``: first bytes and ends, ascending."""
+        """Open the file; ``runs``: first bytes and ends, ascending."""
         self._path, self._buffers = path, pair
         self._checksums = [Checksum() for _ in runs]
         self._windows = _windows(runs, len(pair.pair[0]))
@@ -198,7 +198,7 @@ class DirectReader:
 
 
 class _Window(NamedTuple):
-    """One read of a buffer from ``at`` on, of which the bytes from ``begin`` to ``end`` are wanted."""
+    """One read of a buffer from ``at`` on; the bytes from ``begin`` to ``end`` are used."""
 
     run: int
     at: int
@@ -217,10 +217,10 @@ PIECE_BYTES = 4 * 2**20
 
 
 class TensorWriter:
-    """Writes a file: the table, then one tensor after another."""
+    """Write a file: the table, then one tensor after another."""
 
     def __init__(self, path: Path, table: bytes, pair: DoubleBuffer, folder: int | None = None) -> None:
-        """``folder``: see `DirectWriter`."""
+        """Create the file and write its table; ``folder``: see `DirectWriter`."""
         self._out = DirectWriter(path, pair, folder)
         try:
             self._out.write(memoryview(table))
@@ -247,7 +247,7 @@ class TensorWriter:
 
 
 class TensorReader:
-    """Reads tensors from runs of a file, one after another."""
+    """Read tensors from runs of a file, one after another."""
 
     def __init__(self, path: Path, runs: Sequence[tuple[int, int]], pair: DoubleBuffer) -> None:
         self._in = DirectReader(path, pair, runs)
@@ -259,7 +259,7 @@ class TensorReader:
             return
         # By way of a piece, which may go to other strides, types and devices.
         for piece in by_rows(target, PIECE_BYTES * target.itemsize // max(dtype.itemsize, target.itemsize)):
-            staged = torch.empty(piece.shape, dtype=dtype)
+            staged = torch.empty(piece.shape, dtype=dtype, device="cpu")
             self._in.read(bytes_of(staged))
             piece.copy_(staged)
 

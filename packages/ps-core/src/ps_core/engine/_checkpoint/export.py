@@ -41,8 +41,8 @@ def save_weights(
 ) -> bool:
     """Write a managed model's weights and buffers into one safetensors file, each tensor once, group by group.
 
-    Weights are as they are computed with; with ``masters``, trained ones are in fp32, unrounded. Where several
-    processes share the model, all call it, and rank 0 writes. Returns True on the process that wrote.
+    Weights are written in the type that the model computes with. With ``masters``, trained ones are in fp32, unrounded.
+    Where several processes share the model, all call this, and rank 0 writes. Return True on the process that wrote.
     """
     engine = hooks_of(model).engine
     ranks = CheckpointRanks(engine.together)
@@ -111,8 +111,9 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint's weights and buffers into one safetensors file, without a model.
 
-    Weights are as the model computes with them; with ``masters``, trained ones are in fp32, unrounded. However large
-    the checkpoint is, this takes a few megabytes of memory, and one tensor at a time that is not stored row by row.
+    Weights are written in the type that the model computes with. With ``masters``, trained ones are in fp32, unrounded.
+    However large the checkpoint is, this takes a few megabytes of memory. A tensor that is not stored row by row needs
+    memory for all of it.
     """
     path = Path(checkpoint).absolute()
     if not is_checkpoint(path):
@@ -146,7 +147,7 @@ def _export(saved: SavedCheckpoint, out: int, *, masters: bool) -> None:
 
 
 def _wholes(saved: SavedCheckpoint, files: list[SavedFile], *, masters: bool) -> Iterator[TensorEntry]:
-    """Yield the tensors of the new file, in the order in which the model has them."""
+    """Yield the tensors of the new file, in the model's order."""
     source = {entry.owner: (file, entry) for file in files for entry in file.entries}
     rows = saved.manifest["parameters"]
     for name in [*rows, *(name for name in source if name not in rows)]:
@@ -170,7 +171,7 @@ def _copy(
             dtype, at = places[entry.owner]
             step = PIECE_BYTES // entry.dtype.itemsize
             for first in range(0, entry.numel, step):
-                staged = torch.empty(min(step, entry.numel - first), dtype=entry.dtype)
+                staged = torch.empty(min(step, entry.numel - first), dtype=entry.dtype, device="cpu")
                 with readable(file.path):
                     reader.read(entry.dtype, staged)
                 _put(out, at + (entry.first + first) * dtype.itemsize, staged.to(dtype))
@@ -187,7 +188,7 @@ def _put(out: int, at: int, tensor: torch.Tensor) -> None:
 
 @contextmanager
 def _replaced(path: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Give the path of a file to write, which takes the path's place if the block raises nothing."""
+    """Yield the path of a new file, which replaces ``path`` if the block raises nothing."""
     path = path.resolve()
     partial = path.with_name(f".{path.name}.ps-partial")  # a folder, so that it can be locked before it is filled
     with as_tier_failure(path):

@@ -1,9 +1,9 @@
-"""Python values as JSON and back, exactly: numbers to the last bit, tuples as tuples, tensors by reference.
+"""Convert Python values to JSON and back, exactly: all bits of numbers, tuples as tuples, tensors by reference.
 
 [Note: tags]
-These are what they are in JSON: None, booleans, integers, finite numbers, texts and lists. So are dictionaries whose
-keys are texts without a leading dollar sign. Anything else is a dictionary of one key: ``$float`` (not finite),
-``$tuple``, ``$bytes``, ``$dict`` (pairs), ``$tensor`` (the name of a tensor that is kept elsewhere).
+These are unchanged in JSON: None, booleans, integers, finite numbers, texts and lists. So are dictionaries whose keys
+are texts without a leading dollar sign. Anything else is a dictionary of one key: ``$float`` (not finite), ``$tuple``,
+``$bytes``, ``$dict`` (pairs), ``$tensor`` (the name of a tensor that is kept elsewhere).
 """
 
 from __future__ import annotations

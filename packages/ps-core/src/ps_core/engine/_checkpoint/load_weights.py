@@ -1,4 +1,4 @@
-"""``load_weights``: published weights, or a checkpoint's, into a model under management, file by file."""
+"""Define ``load_weights``: read published weights, or a checkpoint's, into a managed model, file by file."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SHOWN = 8
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> tuple[list[str], list[str]]:
-    """Read safetensors into a managed model's chunks: a file, a folder as on the Hugging Face hub, or a checkpoint.
+    """Read safetensors into a managed model: a file, a folder as on the Hugging Face hub, or a checkpoint.
 
-    fp32 masters start from what the file holds, unrounded; what is computed with follows from them. Optimizer states
-    stay as they are. Gives the names that are missing in the files, and those of the files that the model does not
-    have; with ``strict`` such names raise `CheckpointMismatch`, before anything is changed.
+    fp32 masters start from the file's values, unrounded; the weights follow from the masters. Optimizer states stay as
+    they are. Return two lists: names that the files lack, and names in the files that the model lacks. With ``strict``
+    such names raise `CheckpointMismatch`, before anything is changed.
     """
     engine = hooks_of(model).engine
     ranks = CheckpointRanks(engine.together)
@@ -71,7 +71,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
 def _matched(
     files: Iterable[SavedFile], known: Mapping[str, TensorSource], prefix: str
 ) -> dict[str, TensorSource | None]:
-    """Return where each tensor of the files goes."""
+    """Return the destination of each tensor of the files."""
     return {entry.owner: _find(entry.owner, known, prefix) for file in files for entry in file.entries}
 
 
@@ -138,7 +138,7 @@ def _indexed(path: Path) -> Iterator[SavedFile]:
 
 
 def _targets(model: nn.Module) -> dict[str, TensorSource]:
-    """Return where each name of ``state_dict`` has its newest values; tied parameters by all their names."""
+    """Return the newest values of each name of ``state_dict``; tied parameters by all their names."""
     found: dict[str, TensorSource] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in {**module._parameters, **module._buffers}.items():
@@ -154,7 +154,7 @@ def _targets(model: nn.Module) -> dict[str, TensorSource]:
 
 
 def _find(name: str, known: Mapping[str, TensorSource], prefix: str) -> TensorSource | None:
-    """Find a file's name in the model: Hugging Face's have, or lack, the prefix of the model without its head."""
+    """Find a file's name in the model: Hugging Face's names have, or lack, the prefix of the model without its head."""
     for each in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
         if each in known:
             return known[each]
@@ -168,7 +168,9 @@ def _check(
     missing: Iterable[str],
     unexpected: Iterable[str],
 ) -> None:
-    """Raise `CheckpointMismatch` for names that may not be missing or unexpected, and for shapes and types."""
+    """Raise `CheckpointMismatch` for missing or unexpected names that are not allowed, and for wrong shapes and
+    types.
+    """
     wrong = [f"{name!r}: in the model, not in the files" for name in missing]
     wrong += [f"{name!r}: in the files, not in the model" for name in unexpected]
     for file, entry in ((each, entry) for each in files for entry in each.entries):
@@ -230,7 +232,7 @@ def owner(target: TensorSource) -> int:
 
 
 def _alike(files: Sequence[SavedFile], one: str, other: str, target: TensorSource) -> bool:
-    """True if two names have the same values, rounded to the type that they are kept in."""
+    """Return True if two names have the same values, rounded to the type that they are stored in."""
     if isinstance(target, torch.Tensor):
         shape, stride, dtype = target.shape, target.stride(), target.dtype
     else:

@@ -1,15 +1,15 @@
 """Write and read ``manifest.json``, and ``checksums.sfv``, which has the checksum of every file.
 
 [Note: damage]
-``checksums.sfv`` is a list as `cksfv` writes it. It vouches for the manifest. The manifest says which tensors each file
-has, from which the file's table and size follow to the byte. The checksums vouch for the rest, while it is read. What a
-writer with a bug left out has sound checksums too: see `completeness`.
+``checksums.sfv`` is a list as `cksfv` writes it. It has the manifest's checksum too. The manifest says which tensors
+each file has. From that the file's table and size follow to the byte. The checksums prove all other bytes while they
+are read. If a writer with a bug leaves something out, the checksums are correct all the same: see `completeness`.
 
 [Note: versions]
-What is written is of version 2, whether one rank saves or several. Every file has a writer. Files may have parts of
-tensors, each with what it is a part of (see [Note: parts]). Their tables have a mark of the save, so that files of two
-saves are told apart at once. States of random numbers are in a small file for each rank. Version 1, which a single
-process wrote once, is still read. It has none of that, and the states of random numbers are in the manifest.
+Version 2 is written, whether one rank saves or several. Every file has a writer. Files may have parts of tensors, each
+with the name of its whole (see [Note: parts]). Their tables have a mark of the save, so that files of two saves are
+told apart at once. States of random numbers are in a small file for each rank. Version 1, which a single process wrote
+once, is still read. It has none of that, and the states of random numbers are in the manifest.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class ManifestFile:
 
     @property
     def table(self) -> bytes:
-        """The bytes that the file begins with."""
+        """Return the bytes that the file begins with."""
         return table_of(self.entries, self.save)
 
     @property
     def nbytes(self) -> int:
-        """The file's size."""
+        """Return the file's size."""
         return len(self.table) + sum(entry.nbytes for entry in self.entries)
 
     def row(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def write_text(path: Path, text: bytes, folder: int | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint whose manifest is sound, and whose files have the sizes and tables they had."""
+    """A checkpoint whose manifest is correct, and whose files have their original sizes and tables."""
 
     path: Path
     manifest: dict[str, Any]
@@ -156,23 +156,23 @@ class SavedCheckpoint:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that saved it."""
+        """Return the number of ranks that saved it."""
         found: int = self.manifest.get("ranks", 1)
         return found
 
     @property
     def fingerprint(self) -> str:
-        """A checksum that tells the checkpoint from others."""
+        """Return a checksum that tells the checkpoint from others."""
         return _checksum(_sums(self.sums))
 
     @property
     def orders(self) -> dict[str, list[int]]:
-        """By name, the strides of tensors in parts that are not contiguous."""
+        """Return the strides, by name, of tensors in parts that are not contiguous."""
         found: dict[str, list[int]] = self.manifest.get("orders", {})
         return found
 
     def files_for(self, rank: int) -> list[ManifestFile]:
-        """Return the files that one rank reads: all, but of buffers those of one writer."""
+        """Return the files that one rank reads: all, except other writers' copies of the buffers."""
         mine = rank % self.ranks
         if not any(file.section == "buffers" and file.writer == mine for file in self.files):
             mine = 0
@@ -199,7 +199,7 @@ class SavedCheckpoint:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if a folder has a checkpoint, whole or not."""
+    """Return True if a folder has a checkpoint, whole or not."""
     return (path / SUMS).is_file() or (path / MANIFEST).is_file()
 
 
@@ -250,7 +250,7 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _refuse(path: Path, wrong: Iterator[str]) -> None:
-    """Raise `CheckpointDamaged` for the first thing that is wrong; the others may follow from it."""
+    """Raise `CheckpointDamaged` for the first fault; the others may follow from it."""
     first = next(wrong, None)
     if first is not None:
         raise damaged(path / MANIFEST, f"its checksum is right, but {first}: whatever wrote it has a bug")

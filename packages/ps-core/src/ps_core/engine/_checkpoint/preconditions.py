@@ -1,4 +1,4 @@
-"""Checks before saving and loading: the engine is between steps, and the checkpoint is of this model and optimizer."""
+"""Check before saving and loading that no step is open, and that the checkpoint fits model and optimizer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:
 
 
 def finish_pass_for(engine: Engine, what: str) -> None:
-    """End the current pass; raise `InvalidInput` if gradients wait for a step. ``what``: saved or loaded."""
+    """End the current pass; raise `InvalidInput` if gradients wait for a step. ``what``: saved or loaded, for the
+    error.
+    """
     check_outside(what)
     engine.finish_pass()
     engine.check_writes()
@@ -56,14 +58,14 @@ def finish_pass_for(engine: Engine, what: str) -> None:
 
 
 def check_outside(what: str) -> None:
-    """Raise `InvalidInput` inside a backward pass. ``what``: saved or loaded."""
+    """Raise `InvalidInput` inside a backward pass. ``what``: saved or loaded, for the error."""
     if torch._C._current_graph_task_id() != -1:
         raise InvalidInput(f"inside a backward pass nothing can be {what}: do it after backward() has returned")
 
 
 @contextmanager
 def loading_state(engine: Engine, what: str) -> Iterator[None]:
-    """Mark the model as half loaded within the block; after an error it stays so, and may not be used."""
+    """Mark the model as half loaded within the block; after an error it stays so and may not be used."""
     engine.usability.check_not_averaged("load")
     engine.usability.mark_half_loaded(what)
     engine.state_dicts.forget()
@@ -72,10 +74,10 @@ def loading_state(engine: Engine, what: str) -> Iterator[None]:
 
 
 def targets_of(saved: SavedCheckpoint, sections: Sections) -> tuple[Sections, dict[str, torch.Tensor]]:
-    """Return where each section's tensors go, and new tensors for those of ``extra``."""
+    """Return the destination of each section's tensors, and new tensors for those of ``extra``."""
     parameters = {**sections["weights"], **sections["masters"]}
     extra = {
-        entry.name: torch.empty(entry.shape, dtype=entry.dtype)
+        entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         for file in saved.files
         if file.section == EXTRA
         for entry in file.entries
@@ -103,7 +105,9 @@ def parameters_of(engine: Engine) -> dict[str, Any]:
 def check(
     saved: SavedCheckpoint, model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None, sections: Sections
 ) -> None:
-    """Raise `CheckpointMismatch` unless training can go on from there (without an optimizer: weights can be used)."""
+    """Raise `CheckpointMismatch` unless training can go on from the checkpoint; without an optimizer, unless weights
+    fit.
+    """
     training, theirs = optimizer is not None, saved.manifest["optimizer"]
     found = [] if optimizer is None else list(_of_optimizer(theirs, optimizer))
     found += [*_of_parameters(saved, engine, training=training and theirs is not None)]
@@ -136,7 +140,7 @@ def readable_values(saved: SavedCheckpoint, key: str, find: Callable[[str], torc
 
 
 def as_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's optimizer settings in the form of ``state_dict``, without states."""
+    """Return a checkpoint's optimizer settings in ``state_dict``'s format, without states."""
     groups, index = [], 0
     for group in state["groups"]:
         count = len(group["param_names"])
@@ -175,7 +179,7 @@ def _of_optimizer(theirs: Mapping[str, Any] | None, optimizer: ChunkedOptimizer)
     elif (kept := states_of(theirs)) != tuple(optimizer.rule.states):
         yield f"the optimizer's states: {', '.join(kept)} in the checkpoint, {', '.join(optimizer.rule.states)} here"
     rule = optimizer.rule
-    known = [set(rule.state_names(index)) - rule.states.keys() for index in range(len(rule.groups))]
+    known = [set(rule.scalar_names(index)) for index in range(len(rule.groups))]
     for name, row in theirs.get("scalars", {}).items():
         if theirs["steps"][name] and row.keys() not in known:
             yield f"{name!r}: the optimizer's {', '.join(row)} in the checkpoint, {', '.join(*known[:1])} here"
@@ -190,7 +194,7 @@ def _of_optimizer(theirs: Mapping[str, Any] | None, optimizer: ChunkedOptimizer)
 
 
 def _of_numbers(theirs: Mapping[str, Any], optimizer: ChunkedOptimizer, engine: Engine) -> Iterator[str]:
-    """Yield what of the groups and of the loss scale cannot be taken over."""
+    """Yield settings of the groups and of the loss scale that cannot be loaded."""
     try:
         optimizer._match_groups(as_state_dict(theirs)["param_groups"])
     except (LookupError, TypeError, ValueError) as error:
@@ -206,7 +210,7 @@ def _of_numbers(theirs: Mapping[str, Any], optimizer: ChunkedOptimizer, engine: 
 
 def _zero(_: str) -> torch.Tensor:
     """Stand in for a number that is kept as a tensor, which has not been read yet."""
-    return torch.zeros(())
+    return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def _names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:

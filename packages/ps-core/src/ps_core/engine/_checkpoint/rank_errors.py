@@ -1,4 +1,4 @@
-"""The ranks that save or load one checkpoint together: an error on one is raised on all, with that rank's name."""
+"""Raise an error of one rank on all that save or load a checkpoint together, with that rank's number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ps_core._errors import CheckpointDamaged, CheckpointMismatch, InvalidInput, RanksDiverged, TierFailure
-from ps_core.engine._execution.engine_parts import Ranks
+from ps_core.engine._execution.build_components import Ranks
 
 _ERRORS = (InvalidInput, TierFailure, CheckpointDamaged, CheckpointMismatch)
 """Errors that are raised as they are on every rank; any other is `RanksDiverged` on the ranks that did well."""
@@ -16,12 +16,12 @@ _TOLD_BYTES = 1000
 
 
 class OneRank:
-    """A process that has a model for itself: rank 0 of 1."""
+    """Stand for the ranks of a process that has a model for itself: rank 0 of 1."""
 
     rank, ranks, copy, process = 0, 1, 0, 0
 
     def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
-        """Return the values of this rank, which are all."""
+        """Return the values of this rank, which is the only one."""
         return [list(values)]
 
     def agree(self, name: str, value: str) -> None:
@@ -29,7 +29,7 @@ class OneRank:
 
 
 class CheckpointRanks:
-    """This process among the ranks; every method is called by all of them."""
+    """Compare and exchange values among the ranks; all ranks call every method."""
 
     def __init__(self, together: Ranks | None) -> None:
         self._ranks: Ranks = OneRank() if together is None else together
@@ -41,7 +41,7 @@ class CheckpointRanks:
 
     @property
     def leads(self) -> bool:
-        """True on the rank that does what only one does, as making the folder."""
+        """Return True on the one rank that does shared work, such as making the folder."""
         return self.rank == 0
 
     def size(self) -> int:
@@ -53,13 +53,13 @@ class CheckpointRanks:
         self._ranks.agree(name, value)
 
     def rows(self, values: Sequence[int], what: str, *, count: int, shards_only: bool = False) -> list[list[int]]:
-        """Return every rank's whole numbers, up to ``count`` each, filled up with zeros."""
+        """Return every rank's integers, up to ``count`` each, padded with zeros."""
         filled = [*map(float, values), *([0.0] * (count - len(values)))]
         return [[int(each) for each in row] for row in self._ranks.all_values(filled, what, shards_only=shards_only)]
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
-        """Run the block on each rank by itself, without collectives; at its end all go on, or all raise."""
+        """Run the block on each rank, without collectives; at its end either all ranks go on or all raise."""
         try:
             yield
         except RanksDiverged:
@@ -70,7 +70,7 @@ class CheckpointRanks:
         self._compare(what, None)
 
     def _compare(self, what: str, error: BaseException | None) -> None:
-        """Raise the first error of any rank; a process alone raises its own as it is."""
+        """Raise the first error of any rank; a single process raises its own error unchanged."""
         kind = _WELL
         if error is not None:
             kind = next((float(i) for i, each in enumerate(_ERRORS) if isinstance(error, each)), _OTHER)

@@ -1,4 +1,4 @@
-"""Read tensors from files into a model: each rank reads its part, and one rank takes each byte into a checksum."""
+"""Read tensors from files into a model: each rank reads its part, and each byte is checked by one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Targets = Mapping[str, TensorSource | None]
 
 @dataclass(frozen=True, slots=True)
 class FullTensorLayout:
-    """Describes a whole tensor whose parts are in several files."""
+    """Describe a whole tensor whose parts are in several files."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -44,7 +44,7 @@ class FullTensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """One file of tensors, and where they go."""
+    """One file of tensors, and their destinations."""
 
     path: Path
     start: int
@@ -63,7 +63,7 @@ class SavedFile:
 
     @property
     def nbytes(self) -> int:
-        """The size of its tensors."""
+        """Return the size of the file's tensors."""
         return sum(entry.nbytes for entry in self.entries)
 
     def places(self) -> Iterator[tuple[TensorEntry, int]]:
@@ -79,7 +79,7 @@ class SavedFile:
 
 
 def stored(saved: SavedCheckpoint, targets: Mapping[str, Targets], rank: int | None) -> list[SavedFile]:
-    """Return the files that one process reads, or with ``rank`` None all files, of the sections in ``targets``."""
+    """Return the files of the sections in ``targets`` that one process reads; ``rank`` None: all files."""
     shapes = {name: tuple(row["shape"]) for name, row in saved.manifest["parameters"].items()}
     wholes = {
         name: FullTensorLayout(shape, tuple(saved.orders.get(name, plain_order(shape))))
@@ -102,7 +102,7 @@ def stored(saved: SavedCheckpoint, targets: Mapping[str, Targets], rank: int | N
 
 
 class Reader:
-    """Reads this rank's part of some files."""
+    """Read this rank's part of some files."""
 
     def __init__(self, engine: Engine, ranks: CheckpointRanks) -> None:
         self._engine, self._ranks = engine, ranks
@@ -139,7 +139,7 @@ class Reader:
         return span.reader == self._ranks.shard and (span.wanted or file.checksum is not None)
 
     def _read_transposed(self, files: Sequence[SavedFile], chunks: OpenChunks) -> None:
-        """Read tensors that lie in another order in the file, each as a whole."""
+        """Read each tensor whose element order differs in the file as a whole."""
         odd = {
             entry.owner: (file, target)
             for file in files
@@ -155,7 +155,7 @@ class Reader:
                 chunks.elements(target, mine.start, len(mine)).copy_(turned[mine.start : mine.stop])
 
     def _needs_transpose(self, file: SavedFile, entry: TensorEntry, target: TensorSource) -> bool:
-        """True if this rank cannot read the tensor as a run of the file's elements; it is read as a whole then."""
+        """Return True if this rank's elements are not one run of the file, and the whole tensor must be read."""
         if isinstance(target, torch.Tensor):
             return self._ranks.shards > 1 and not file.common  # all ranks want it, and one rank reads each byte
         record = target[0]
@@ -166,7 +166,7 @@ class Reader:
     def _check(
         self, files: Sequence[SavedFile], rows: Mapping[Path, list[FileRange]], sums: Mapping[Path, list[int]]
     ) -> None:
-        """Join the checksums of all ranks and compare; files without one must not have been written to."""
+        """Join the checksums of all ranks and compare; files without a checksum must not have changed meanwhile."""
         ranks = self._ranks
         changing, files = files, [file for file in files if file.checksum is not None]
         shared = [file for file in files if not file.common]
@@ -206,7 +206,7 @@ def _read(file: SavedFile, mine: Sequence[FileRange], chunks: OpenChunks, pair: 
 
 
 def version_of(path: Path) -> tuple[int, ...]:
-    """Return what changes when a file is exchanged or written to: its number, its size and its time of change."""
+    """Return a file's inode number, size and change time: these change when the file is replaced or written."""
     with readable(path):
         found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
@@ -251,7 +251,7 @@ def read_full_tensor(files: Sequence[SavedFile], name: str, shape: torch.Size, s
     found = [(file, entry, at) for file in files for entry, at in file.places() if entry.owner == name]
     file, entry, _ = found[0]
     order = _order(file, entry, shape)
-    given = torch.empty(shape.numel(), dtype=entry.dtype)
+    given = torch.empty(shape.numel(), dtype=entry.dtype, device="cpu")
     for part, piece, at in found:
         with readable(part.path), part.path.open("rb") as opened:
             opened.seek(at)

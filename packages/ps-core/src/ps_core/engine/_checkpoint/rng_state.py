@@ -1,4 +1,4 @@
-"""The states of the random number generators that a training loop draws from."""
+"""Save and restore the states of the random number generators that a training loop uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ps_core.engine._checkpoint.safetensors_format import bytes_of
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of torch and Python, of CUDA where it is in use, and of NumPy where it is imported."""
+    """Return the states of PyTorch and Python, of CUDA if it is in use, and of NumPy if imported."""
     found: dict[str, Any] = {"torch": _bytes(torch.get_rng_state()), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["cuda"] = [_bytes(each) for each in torch.cuda.get_rng_state_all()]
@@ -25,7 +25,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the generators to these states; those that this process does not have are left out."""
+    """Set the generators to these states; ignore states of generators that this process does not have."""
     torch.set_rng_state(_tensor(state["torch"]))
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():

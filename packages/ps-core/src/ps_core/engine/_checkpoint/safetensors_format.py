@@ -1,8 +1,8 @@
-"""The safetensors format: eight bytes of length, a JSON table, the tensors' bytes without gaps.
+"""Read and write the safetensors format: eight bytes of length, a JSON table, the tensors' bytes without gaps.
 
-Written and read here, so that checkpoints need no other package; every program that knows the format reads them. The
-table of what is written follows from names, types and shapes alone, so that a reader who knows those can tell a damaged
-table from another model's.
+The format is implemented here, so that checkpoints need no other package. Every program that knows the format reads
+them. The table of a written file follows from names, types and shapes alone. So a reader who knows those can tell a
+damaged table from another model's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TYPES = {
 """Names of the format."""
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 LENGTH_BYTES, LARGEST_TABLE, _ALIGNED = 8, 100_000_000, 8
-"""The format's own: how the table's length is written, the longest a reader takes, and what tables are filled up to."""
+"""The format's constants: bytes of the table's length, the longest table that is read, and a table's alignment."""
 _PICKLED = (b"PK\x03\x04", b"\x80\x02")
 """The first bytes of files of ``torch.save``."""
 METADATA = {"format": "pt"}
@@ -52,7 +52,7 @@ METADATA = {"format": "pt"}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a file."""
+    """One tensor of a file."""
 
     name: str
     dtype: torch.dtype
@@ -64,17 +64,17 @@ class TensorEntry:
 
     @property
     def owner(self) -> str:
-        """The name of the tensor, or of the one that this is a part of."""
+        """Return the tensor's name, or the name of the tensor that this is a part of."""
         return self.tensor or self.name
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Return the number of bytes."""
         return self.numel * self.dtype.itemsize
 
 
@@ -87,7 +87,7 @@ def type_name(what: str, dtype: torch.dtype) -> str:
 
 
 def table_of(entries: Iterable[TensorEntry], save: str = "") -> bytes:
-    """Return the first bytes of a file with these tensors, one after another; ``save``: the mark of the save."""
+    """Return the first bytes of a file with these tensors; ``save``: the mark of the save."""
     table: dict[str, Any] = {"__metadata__": {**METADATA, "save": save} if save else METADATA}
     end = 0
     for entry in entries:
@@ -100,7 +100,7 @@ def table_of(entries: Iterable[TensorEntry], save: str = "") -> bytes:
 
 
 def in_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Large elements first, so that every tensor is aligned to its own."""
+    """Sort tensors by element size, largest first, so that every tensor is aligned to its own elements."""
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
@@ -137,7 +137,7 @@ def read_table(path: Path) -> tuple[int, list[TensorEntry]]:
 
 
 def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make the dictionary of a JSON object; `ValueError` for a key that is there twice (JSON takes the last)."""
+    """Make the dictionary of a JSON object; raise `ValueError` for a duplicate key (JSON uses the last)."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -146,7 +146,9 @@ def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def keeps_values(given: torch.dtype, kept: torch.dtype) -> bool:
-    """True if values of a type can be kept in another: floating-point ones are rounded, whole numbers have to fit."""
+    """Return True if values of one type can be stored in another: floating-point ones are rounded, integers must
+    fit.
+    """
     if given == kept or (given.is_floating_point and kept.is_floating_point):
         return True
     if any(dtype.is_floating_point or dtype.is_complex for dtype in (given, kept)):
@@ -174,14 +176,14 @@ def damaged(path: Path, what: str) -> CheckpointDamaged:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU; keep the tensor alive as long."""
+    """Return the memory of a contiguous tensor on the CPU; the caller keeps the tensor alive."""
     assert is_plain(tensor), "its bytes are here, in a row"
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr() if tensor.nbytes else 0)
     return memoryview(array).cast("B")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True if `bytes_of` accepts the tensor."""
+    """Return True if `bytes_of` accepts the tensor."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 

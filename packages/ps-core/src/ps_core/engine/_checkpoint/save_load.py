@@ -1,4 +1,4 @@
-"""``save_checkpoint`` and ``load_checkpoint``: a training run on disk, exact to the bit; see docs/checkpoints.md."""
+"""Save and load a training run, exact to the bit; see docs/checkpoints.md."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write all that training needs to go on, and ``extra``, into a new folder; call it between two steps.
+    """Write all that training needs to go on, and ``extra``, into a new folder; call this between two steps.
 
-    The folder appears when everything is on the disk. With ``overwrite`` it takes the place of the checkpoint that is
-    there; a process killed at whatever instant leaves that one or the new one. Where several processes share the model,
-    all call it alike, and each writes its shards.
+    The folder appears when everything is on the disk. With ``overwrite`` it replaces the checkpoint that is there. A
+    process that is killed, at any time, leaves either the old checkpoint or the new one. Where several processes share
+    the model, all call this with equal arguments, and each writes its shards.
     """
     ranks = CheckpointRanks(hooks_of(model).engine.together)
     with ranks.all_or_none("save_checkpoint"):
@@ -99,10 +99,10 @@ def _manifest(
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: ChunkedOptimizer | None
 ) -> dict[str, Any]:
-    """Go on where `save_checkpoint` was called: model, optimizer and random numbers are as they were; gives ``extra``.
+    """Restore the model, optimizer and random numbers as `save_checkpoint` wrote them; return its ``extra``.
 
-    Budget, device, group size and the number of processes may be others. For a model without an optimizer, only weights
-    and buffers are taken.
+    Budget, device, group size and the number of processes may differ. For a model without an optimizer, only weights
+    and buffers are loaded.
     """
     ranks = CheckpointRanks(hooks_of(model).engine.together)
     with ranks.all_or_none("load_checkpoint"):
@@ -144,7 +144,7 @@ def load_checkpoint(
 
 
 def _restore(engine: Engine, optimizer: ChunkedOptimizer, state: dict[str, Any]) -> None:
-    """Restore settings, loss scale, counts of steps and scalars; masters and states have been read already."""
+    """Restore settings, loss scale, step counts and scalars; masters and states have been read already."""
     engine.masters.forget()  # the checkpoint has them all
     for record in engine.records:
         record.set_progress(0)  # or the optimizer would clear moments that it finds no state for

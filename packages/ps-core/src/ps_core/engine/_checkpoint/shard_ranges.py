@@ -2,9 +2,9 @@
 
 [Note: parts]
 Each rank writes files of its own. Tensors that it has whole are written as they are. Of others it writes a run of
-elements, in the order in which the parameter lies in memory. So a file has one writer. A rank that loads wants a run of
-elements too, cut at other places if there are other ranks. Which bytes it reads follows from where the file's tensors
-are cut and where its own shard begins and ends.
+elements, in the order in which the parameter lies in memory. So a file has one writer. A rank that loads reads a run of
+elements too. It is cut at other places if there are other ranks. Which bytes it reads follows from the cuts of the
+file's tensors and the bounds of its own shard.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ps_core.engine._checkpoint.safetensors_format import TensorEntry
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Locates a tensor's elements: from ``offset`` on in a group that is cut into shards of ``shard_numel``."""
+    """Locate a tensor's elements: from ``offset`` on in a group that is cut into shards of ``shard_numel``."""
 
     offset: int
     shard_numel: int
@@ -80,7 +80,7 @@ def runs(found: Iterable[FileRange]) -> list[tuple[int, int, int]]:
 
 
 def same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """True if two strides put the elements of a tensor in the same order."""
+    """Return True if two strides put the elements of a tensor in the same order."""
     return all(a == b or size == 1 for size, a, b in zip(shape, one, other, strict=True))
 
 

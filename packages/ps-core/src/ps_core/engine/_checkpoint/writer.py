@@ -1,11 +1,11 @@
 """Write a checkpoint: each rank writes its files, and rank 0 gives the folder its name.
 
 [Note: one folder]
-Rank 0 makes the new folder (see [Note: siblings]) and leaves a marker in it. All ranks open the folder in which they
-see that marker, and write to it whatever becomes of its name. So a rank that outlives rank 0 cannot write into the
-folder of a later save. Between two steps all ranks hear whether all did well. The folder gets its name once every file
-is on the disk. Before that rank 0 sees all of them with their sizes and tables. One process does the same as rank 0 of
-1.
+Rank 0 makes the new folder (see [Note: siblings]) and leaves a marker in it. All ranks open the folder with that
+marker, and write to it even if it is renamed. So a rank that outlives rank 0 cannot write into the folder of a later
+save. Between two stages all ranks learn whether all succeeded. The folder gets its name once every file is on the disk.
+Before that rank 0 checks that all files are there, with their sizes and tables. A single process does the same as rank
+0 of 1.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FILE_BYTES = 4 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Lists what is saved, and this rank's part of that."""
+    """List what is saved, and this rank's part of it."""
 
     ranks: CheckpointRanks
     manifest: dict[str, Any]
@@ -72,7 +72,7 @@ class SavePlan:
 def agree(
     ranks: CheckpointRanks, manifest: Mapping[str, Any], kept: Mapping[str, TensorSource], *, overwrite: bool
 ) -> None:
-    """Raise `RanksDiverged` unless all ranks have the same of what is saved once."""
+    """Raise `RanksDiverged` unless all ranks have equal values of what is saved once."""
     ranks.agree("save_checkpoint(overwrite=...)", str(overwrite))
     optimizer = manifest["optimizer"] or {}
     ranks.agree("what the optimizer's param_groups hold", json.dumps(optimizer.get("groups")))

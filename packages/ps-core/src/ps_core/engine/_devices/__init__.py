@@ -1,1 +1,1 @@
-"""Memory, streams and events of one device; the disk's file; the bytes of tensors that are not model data."""
+"""Manage the memory, streams and events of one device, and the disk tier's file."""

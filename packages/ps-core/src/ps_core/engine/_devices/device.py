@@ -1,18 +1,18 @@
-"""What the engine asks of a device: memory, streams, events.
+"""Define what the engine asks of a device: memory, streams, events.
 
 [Note: streams]
-Every `Queue` but ``CPU`` is a stream: what is launched on it runs in order, and some time after everything the host
-thread had done when it launched it. ``Queue.CPU`` is the host thread itself; it knows of a stream's work only after
-it has waited for an event recorded behind that work, or after `Device.synchronize`. One stream knows of another's
-work in the same way, by `Device.wait`. Nothing else orders anything.
+Every `Queue` but ``CPU`` is a stream. Work launched on it runs in order, after everything that the host thread had done
+before the launch. ``Queue.CPU`` is the host thread itself. It knows of a stream's work only after waiting for an event
+recorded behind that work, or after `Device.synchronize`. One stream knows of another's work in the same way, by
+`Device.wait`. Nothing else orders anything.
 
-A device whose streams run by themselves has a worker thread too. It does the processor's part of a plan, and is a
-stream as well, but one that no other stream can wait for: the host thread does, and then launches.
+A device whose streams run by themselves has a worker thread too. The worker does the processor's part of a plan. It is
+a stream as well, but no other stream can wait for it. The host thread waits, and then launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
@@ -24,22 +24,22 @@ from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 
 
 class Event(Protocol):
-    """Marks a place in a queue: all that was launched there before, and all that this had waited for."""
+    """A mark in a queue, behind all that was launched there before and all that the queue had waited for."""
 
     @property
     def queue(self) -> Queue:
-        """The queue that the event was recorded on."""
+        """Return the queue that the event was recorded on."""
 
     def block(self) -> None:
         """Block the calling thread until everything before it is over."""
 
 
 class WorkEvent(Event, Protocol):
-    """Marks a place in a worker's queue."""
+    """A mark in a worker's queue."""
 
     @property
     def done(self) -> bool:
-        """True if everything before it is over; it must be waited for all the same."""
+        """Return True if everything before the mark is over; the caller waits for it all the same."""
 
 
 class Worker(Protocol):
@@ -47,24 +47,27 @@ class Worker(Protocol):
 
     @property
     def busy(self) -> bool:
-        """True if something that was launched may not be over."""
+        """Return True if something that was launched may not be over."""
 
     def wait(self, event: Event) -> None:
         """Make all work launched from now on wait for an event of a stream."""
 
     def wait_for_all(self, events: Sequence[Event]) -> None:
-        """Make all work launched from now on wait for events that come behind every event that it waits for so far."""
+        """Make all later work wait for these events, in place of those that it waits for so far."""
 
     def launch(
         self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], work: Callable[[], object]
     ) -> WorkEvent:
-        """Launch work that may touch these tensors only; ``what`` names it in messages."""
+        """Launch work that may touch these tensors only; ``what`` names the work in messages."""
 
     def synchronize(self) -> None:
         """Block the host thread until everything launched is over."""
 
+    def forget_failure(self) -> BaseException | None:
+        """Wait until everything launched is over; return the error that was raised, and raise it no more."""
+
     def close(self) -> None:
-        """Finish what was launched, whether it fails or not: nothing is wanted of it any more."""
+        """Finish what was launched, whether it fails or not; its results are not used."""
 
 
 Mark: TypeAlias = Callable[[], float]
@@ -72,30 +75,30 @@ Mark: TypeAlias = Callable[[], float]
 
 
 class Timer(Protocol):
-    """Notes times on one device, for a profile; all are seconds of one clock."""
+    """Note times on one device, for a profile; all are seconds of one clock."""
 
     def mark(self, queue: Queue) -> Mark:
-        """Note when a queue has done all that was launched on it so far, and has waited for what it was told to."""
+        """Note when a queue has done all that was launched on it so far, including its waits."""
 
     def mark_worker(self) -> Mark:
-        """Note the same of the worker's thread."""
+        """Note when the worker's thread has done all that was launched on it so far."""
 
     def finish(self) -> None:
         """Read the device's times, once the device is idle."""
 
 
 class NonModelBytes(Protocol):
-    """Counts non-model bytes: those of tier 0 that are not the engine's."""
+    """Count non-model bytes: those of tier 0 that are not the engine's."""
 
     @property
     def current_bytes(self) -> int:
-        """The bytes alive now."""
+        """Return the bytes alive now."""
 
     def start(self) -> None:
         """Start, or start again, to count."""
 
     def stop(self) -> bool:
-        """Stop counting; a second call does nothing. Return True if nothing is left that another call could undo."""
+        """Stop counting; a second call does nothing. Return True if another call could undo nothing more."""
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count a tensor that may have been made while nothing was counted."""
@@ -104,14 +107,14 @@ class NonModelBytes(Protocol):
         """Stop counting this tensor, where tensors are counted one by one."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Leave out what the engine makes meanwhile."""
+        """Leave out the tensors that the engine makes meanwhile."""
 
     def take_peak(self) -> int:
         """Return the most bytes alive at once since the last call, and start anew."""
 
 
 class Device(Protocol):
-    """A tier 0 with its streams, and the host memory that it copies from and to. See [Note: streams]."""
+    """Protocol of a tier 0 with its streams, and of the host memory that it copies from and to. See [Note: streams]."""
 
     name: str
     """``emulated``, ``cpu``, ``cuda``."""
@@ -128,20 +131,20 @@ class Device(Protocol):
 
     @property
     def worker(self) -> Worker | None:
-        """The thread that does the processor's part of a plan; None: the host thread does it itself."""
+        """Return the thread that does the processor's part of a plan; None: the host thread does that itself."""
 
     @property
     def machine(self) -> Machine | None:
-        """The rates to plan with by default; None: those of a small computer."""
+        """Return the rates to plan with by default; None: those of a small computer."""
 
     def timer(self) -> Timer:
-        """Return what notes times on this device's queues, for one profile."""
+        """Return a timer for this device's queues, for one profile."""
 
     def nonmodel_bytes(self) -> NonModelBytes:
         """Make a counter of this device's non-model bytes."""
 
     def memory_bytes(self) -> tuple[int, int] | None:
-        """Return the free bytes of tier 0, and all of them; None: as many as the budget says."""
+        """Return the free bytes of tier 0 and its total bytes; None: the budget alone says how many there are."""
 
     def take_failed_bytes(self) -> int:
         """Return how many bytes could not be allocated since the last call; 0: memory did not run out."""
@@ -152,6 +155,12 @@ class Device(Protocol):
     def host(self, size_bytes: int) -> torch.Tensor:
         """Allocate host memory of the same kind, pinned where that exists."""
 
+    def prepare_host(self, sizes: Iterable[int]) -> None:
+        """Make memory for blocks of these sizes, which `host` is asked for next."""
+
+    def trim_host(self) -> None:
+        """Give host memory back to the system that was kept for blocks; call it when home slots have moved."""
+
     def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
         """Launch a copy: the same shape and dtype, contiguous, no overlap. On ``Queue.CPU`` it is done on return."""
 
@@ -159,9 +168,9 @@ class Device(Protocol):
         """Add a disk tier: the file that `read` and `write` use."""
 
     def read(self, target: torch.Tensor, place: FileExtent, start: int, lost: Callable[[], None]) -> None:
-        """Launch a read on ``Queue.DISK_R``: bytes of host memory from a slot's bytes behind ``start``.
+        """Launch a read on ``Queue.DISK_R``: fill host memory from a slot's bytes behind ``start``.
 
-        ``lost`` is called, by the host thread, if it turns out that they never come.
+        The host thread calls ``lost`` if the read fails.
         """
 
     def write(self, place: FileExtent, start: int, source: torch.Tensor) -> None:
@@ -173,9 +182,9 @@ class Device(Protocol):
     def declare_access(
         self, queue: Queue, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
-        """Declare which memory is touched by the work that is launched on a queue from here to its next event.
+        """Declare which memory is touched by work that is launched on a queue from here to its next event.
 
-        ``what`` names it in messages ("forward of layer 3"). On return the host thread may launch it.
+        ``what`` names the work in messages ("forward of layer 3"). On return the host thread may launch it.
         """
 
     def bind_thread(self) -> None:
@@ -194,4 +203,4 @@ class Device(Protocol):
         """Block until everything launched on any queue is done."""
 
     def close(self) -> None:
-        """Finish what was launched, and release all but the tensors handed out; a second call does nothing."""
+        """Finish what was launched, and release all memory but the tensors handed out; a second call does nothing."""

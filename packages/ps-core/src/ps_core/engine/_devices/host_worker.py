@@ -1,15 +1,15 @@
-"""Do the processor's work of a plan on a thread of its own: steps, sums and norms run beside what the GPU computes.
+"""Run a plan's CPU work (steps, sums, norms) on a thread of its own, while the GPU computes.
 
 [Note: the worker thread]
 The host thread launches work here as it launches copies on a stream. The worker does it in order, each piece after the
-events that it was told to wait for. The host thread learns that work is over from its event: a stream cannot wait for
-the worker, so the host thread does before it launches what needs the result.
+events that it was told to wait for. The host thread learns that work is over from its event. A stream cannot wait for
+the worker, so the host thread waits before it launches what needs the result.
 
-A piece of work touches memory only. What it means (which chunk is newest, which gradient is used up) is noted by the
-host thread when it launches the work. So whoever reads memory that a piece of work may touch first waits for it.
+A piece of work touches memory only. At the launch the host thread notes what the work means: which chunk is newest,
+which gradient is used up. So a reader first waits for work that may touch the same memory.
 
 If a piece of work fails, those behind it are dropped, since they may need it. The parameters are then a mixture of old
-and new, and every later wait of the host thread raises the same error.
+and new. Every later wait of the host thread raises the same error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Job:
 
 
 class _Failure:
-    """The first error of a worker; its thread and its events know of it."""
+    """The first error of a worker, which its thread and its events share."""
 
     error: BaseException | None = None
 
@@ -48,7 +48,7 @@ class _Failure:
         self._process = os.getpid()
 
     def check_process(self) -> None:
-        """Raise `InvalidInput` in a forked process, which has no such thread, so its work would never be over."""
+        """Raise `InvalidInput` in a forked process: the thread does not exist there, so its work would never end."""
         if os.getpid() != self._process:
             raise InvalidInput(
                 f"process {os.getpid()} was forked from {self._process} while a step was on its way there: use the "
@@ -65,7 +65,7 @@ class _Failure:
 
 
 class WorkDone:
-    """Marks the end of a piece of work, and of all that was launched before it."""
+    """A mark behind a piece of work and all that was launched before it."""
 
     __slots__ = ("_failure", "_over")
 
@@ -74,12 +74,12 @@ class WorkDone:
 
     @property
     def queue(self) -> Queue:
-        """The processor's."""
+        """Return the processor's queue."""
         return Queue.CPU
 
     @property
     def done(self) -> bool:
-        """True if the work is over."""
+        """Return True if the work is over."""
         return self._over.is_set()
 
     def wait(self) -> None:
@@ -87,7 +87,7 @@ class WorkDone:
         self._over.wait()
 
     def block(self) -> None:
-        """Wait until the work is over; on the host thread, which hears of a failure."""
+        """Block the host thread until the work is over, and raise the worker's error if there is one."""
         if not self._over.is_set():
             self._failure.check_process()
         self._over.wait()
@@ -98,7 +98,7 @@ class HostWorker:
     """The thread of one device; see [Note: the worker thread]. Called by the host thread only."""
 
     def __init__(self, prepare: Callable[[], None]) -> None:
-        """``prepare`` is called by the thread when it starts."""
+        """Make a worker; its thread calls ``prepare`` when it starts."""
         self._prepare = prepare
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._waits: list[Callable[[], object]] = []
@@ -108,14 +108,14 @@ class HostWorker:
         self._stop: Callable[[], object] = lambda: None
 
     def wait(self, event: Event) -> None:
-        """Make all work launched from now on wait for an event, which the worker's thread does."""
+        """Make the worker's thread wait for an event before it does later work."""
         if isinstance(event, DiskEvent):
             event.block()  # now: what a failure of the disk calls for is done by the host thread
         else:
             self._waits.append(event.block)
 
     def wait_for_all(self, events: Sequence[Event]) -> None:
-        """Wait as `wait` does; what came before is forgotten, so nothing grows while no work is launched."""
+        """Replace the events that later work waits for, so that the list does not grow while no work is launched."""
         self._waits.clear()
         for event in events:
             self.wait(event)
@@ -142,13 +142,20 @@ class HostWorker:
 
     @property
     def busy(self) -> bool:
-        """True if something that was launched may not be over, or failed."""
+        """Return True if something that was launched may not be over, or failed."""
         return self._last is not None and (not self._last.done or self._failure.error is not None)
 
     def synchronize(self) -> None:
         """Block until everything launched is over."""
         if self._last is not None:
             self._last.block()
+
+    def forget_failure(self) -> BaseException | None:
+        """Wait until everything launched is over; return the error that was raised, and raise it no more."""
+        if self._last is not None:
+            self._last.wait()
+        error, self._failure.error = self._failure.error, None
+        return error
 
     def close(self) -> None:
         """Finish what was launched, whether it fails or not, and end the thread; a second call does nothing.
@@ -163,7 +170,7 @@ class HostWorker:
 
 
 def _work(jobs: SimpleQueue[_Job | None], failure: _Failure, prepare: Callable[[], None]) -> None:
-    """Do all work in order, until there is a None."""
+    """Do all work in order, until a None comes."""
     try:
         prepare()
     except BaseException as error:  # the host thread raises it: without this thread it would wait for ever

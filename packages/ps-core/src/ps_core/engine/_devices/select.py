@@ -40,7 +40,7 @@ def resolve_device(device: str | torch.device | Device, *, pin: bool) -> Device:
 
 
 def tier_budgets(device: Device, budget: Budget, sharers: int) -> tuple[Tier, ...]:
-    """Fastest first; where several processes share the computer, this one's part of what they share."""
+    """Return the tiers, fastest first; of what several processes share, each tier has this process's part only."""
     host = budget.host_bytes
     if host is None:
         free = _available_bytes()
@@ -72,7 +72,7 @@ def _device_bytes(device: Device, budget: Budget) -> int:
 
 
 def largest_transient_group_bytes(tiers: tuple[Tier, ...]) -> int:
-    """Return the memory that weights pass through. Above a disk whole groups do, seven times as large."""
+    """Return the limit for one group's weights: the compute tier, or a seventh of the host tier above a disk."""
     sizes = [tiers[0].capacity_bytes] * (tiers[0].name == "device")
     if tiers[-1].name == "disk":
         sizes.append(tiers[-2].capacity_bytes // _WEIGHTS_OF_GROUP)
@@ -90,7 +90,7 @@ def disk_file(budget: Budget) -> DiskFile | None:
 
 
 def _available_bytes() -> int:
-    """Memory this process may still take: the system's, or its control group's if that is less."""
+    """Return the memory that this process may still take, by the system's figures and its control group's."""
     return min(_limits())
 
 

@@ -1,18 +1,19 @@
-"""Counts non-model bytes on the CPU: tensors besides the engine's own, now and at the peak.
+"""Count non-model bytes on the CPU: tensors besides the engine's own, now and at the peak.
 
-Under a `TorchDispatchMode` every operator's outputs pass by. An output whose storage no argument shares is new: its
-bytes count from then until the C++ storage is freed (a Python tensor, the autograd graph or a cache may hold it).
+A `TorchDispatchMode` sees every operator's outputs. An output whose storage no argument shares is new. Its bytes count
+until the C++ storage is freed. A Python tensor, the autograd graph or a cache may hold it.
 
 [Note: the mode lies at the bottom of the stack]
-Autograd runs backward under the modes that were on the stack when `backward()` was called, so this mode is pushed
-before the forward pass and stays through whatever the user does in between. Torch's modes leave by popping the top of
-the stack, whichever mode that is. On top, this mode would be popped in a user's mode's stead, and the user's would
-stay for ever. So it goes underneath all the user's modes, where no properly nested mode can pop it, and is taken out
-from there. It then also sees what really runs, after the modes above have had their say.
+Autograd runs backward under the modes of the `backward()` call. So this mode is pushed before the forward pass, and
+stays through the user's code in between. A mode of PyTorch leaves by popping the top of the stack, whichever mode that
+is. On top, this mode would be popped in place of a user's mode, and the user's would never be removed. So it is
+inserted below all of the user's modes, where no properly nested mode can pop it. It is removed from there. It then also
+sees the operators that really run, behind all modes above it.
 
 [Note: what no dispatch mode sees]
-Scratch memory within one operator's kernel; what compiled code allocates inside itself; `untyped_storage().resize_()`
-until the tensor is next an output; tensors that arrive by `from_numpy` or DLPack (`count` adds one by hand).
+Some memory is not seen. Scratch memory within one operator's kernel, and what compiled code allocates inside itself.
+Storages that `untyped_storage().resize_()` changed, until the tensor is next an output. Tensors that arrive by
+`from_numpy` or DLPack (`count` adds one by hand).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _lift_fresh = torch.ops.aten.lift_fresh.default
 
 
 class _TrackedStorage(weakref.ref[torch.UntypedStorage]):
-    """One counted storage. Torch keeps its Python object alive as long as the C++ storage, so this dies with that."""
+    """One counted storage. PyTorch keeps its Python object alive as long as the C++ storage."""
 
     __slots__ = ("bytes", "key")
     bytes: int
@@ -44,7 +45,7 @@ class _TrackedStorage(weakref.ref[torch.UntypedStorage]):
 
 
 class _Pause:
-    """Stops the counting while it is entered; one object serves every nested use."""
+    """Stop the counting while this is entered; one object serves every nested use."""
 
     __slots__ = ("depth",)
 
@@ -61,10 +62,10 @@ class _Pause:
 
 
 class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
-    """Counts the bytes of the tensor storages on one device type that came into being while it is on.
+    """Count the bytes of tensor storages that are made on one device type while counting is on.
 
-    Storages made before `start` or within `paused()` are not counted, nor are their views. Deaths are noticed at any
-    time, also after `stop`.
+    Storages made before `start` or within `paused()` are not counted, nor are their views. Freed storages are noticed
+    at any time, also after `stop`.
     """
 
     supports_higher_order_operators = True
@@ -102,9 +103,12 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
     def stop(self) -> bool:
         """Stop counting; a second call does nothing. Return True if this took the mode off the stack.
 
-        On another thread than `start`, inside a backward pass (whose end restores the stack of its beginning), or in an
-        `inference_mode` that was entered since (whose end has operators look for a mode if there was one before), the
-        mode stays on the stack without counting until `start` or `stop` is next called.
+        The mode may stay on the stack, without counting, until `start` or `stop` is next called. That happens in three
+        cases:
+
+        - the caller is on another thread than `start` was;
+        - a backward pass runs, whose end restores the stack of its beginning;
+        - an `inference_mode` was entered since `start`: its end makes operators look for the earlier mode.
         """
         self._on = False
         entered_since = torch.is_inference_mode_enabled() and not self._began_in_inference
@@ -120,7 +124,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         return any(mode is self for mode in _get_current_dispatch_mode_stack())
 
     def paused(self) -> _Pause:
-        """Return a context within which nothing is counted: for what the engine makes itself."""
+        """Return a context within which nothing is counted: for tensors that the engine makes itself."""
         return self._pause
 
     # ---- what counts
@@ -165,7 +169,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
     def __torch_dispatch__(
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator, then look at what it made."""
+        """Run the operator, and count the new storages among its outputs."""
         for kind in types:
             if not self._is_transparent(kind):
                 return NotImplemented  # a wrapper subclass: its own dispatch runs operators on what it wraps
@@ -221,7 +225,7 @@ def _shared(key: int, args: Iterable[Any], kwargs: dict[str, Any] | None) -> boo
 
 
 def _put_at_bottom(mode: TorchDispatchMode) -> None:
-    """See [Note: the mode lies at the bottom of the stack]."""
+    """Push the mode below all others; see [Note: the mode lies at the bottom of the stack]."""
     above = pop_user_modes()
     push_modes([mode, *above])
 

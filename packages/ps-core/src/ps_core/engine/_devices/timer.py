@@ -1,4 +1,4 @@
-"""Note the times at which queues come to places in their work, for a profile."""
+"""Note the times at which queues reach places in their work, for a profile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NotedTime:
         self.seconds = math.nan
 
     def note(self) -> None:
-        """Store the time as it is now."""
+        """Store the current time."""
         self.seconds = time.perf_counter()
 
     def read(self) -> float:
@@ -28,7 +28,7 @@ class NotedTime:
 
 
 class HostTimer:
-    """Notes times of work that threads of this process do."""
+    """Note times of work that threads of this process do."""
 
     def __init__(self, disk: DiskQueues, worker: Worker | None) -> None:
         self._disk, self._worker = disk, worker

@@ -1,1 +1,1 @@
-"""Passes, drivers, plans carried out, and the hooks on a model."""
+"""Run passes, drivers and plans, and hook them into a model."""

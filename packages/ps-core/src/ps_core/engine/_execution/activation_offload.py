@@ -1,9 +1,12 @@
-"""``offloaded``: what backward will want of some activations waits in the host's memory."""
+"""Define ``offloaded``, which keeps activations in host memory until backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,19 +14,25 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ps_core._errors import InvalidInput
+from ps_core._errors import PlanMismatch
 from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.instruction_executor import Diverged
+from ps_core.engine._execution.plan_driver import PlanDriver
+from ps_core.engine._execution.planned_activations import bytes_of
+from ps_core.engine._memory.activation_slots import OffloadedActivation
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
+from ps_core.engine._support.interrupts import defer_interrupts
+from ps_core.engine._tracing.fake_recorder import FakeParameter, FakePassRecorder
 
 
 class _Route(Protocol):
-    """A way to move tensors to the host's memory and back. (Any: each class has its own handles.)"""
+    """Protocol of a way to move tensors to host memory and back. (Any: each class has its own handles.)"""
 
     def offload(self, tensor: torch.Tensor) -> Any:
-        """Start a copy of the tensor to the host's memory; return the handle for `restore`."""
+        """Start a copy of the tensor to host memory; return the handle for `restore`."""
 
     def finish_offloads(self) -> None:
-        """Make the compute stream wait for all copies that `offload` launched; their sources may be freed then."""
+        """Make the compute stream wait for the copies that read the tensors themselves; they may be freed then."""
 
     def restore(self, away: Any) -> torch.Tensor:
         """Return the tensor that `offload` returned this handle for, on its device again."""
@@ -31,14 +40,14 @@ class _Route(Protocol):
 
 @contextmanager
 def offloaded(module: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
-    """Offload what autograd saves of these tensors to the host's memory, until backward asks for it.
+    """Offload what autograd saves of a module's inputs to host memory, until backward needs it.
 
-    ``module`` is what they are given to, most often by way of ``checkpoint``, which keeps a call's inputs and nothing
-    else: ``with offloaded(block, x): x = checkpoint(block, x, use_reentrant=False)``. Under management its engine moves
-    them, within its budgets. Otherwise tensors on CUDA are copied to the CPU, and others stay where they are.
+    Use this with ``checkpoint``, which saves a call's inputs only: ``with offloaded(block, x): x = checkpoint(block, x,
+    use_reentrant=False)``. Under management the engine moves the tensors, within its budgets. Otherwise tensors on CUDA
+    are copied to the CPU, and others stay where they are.
     """
     engine = _engine_of(module)
-    way = _way_for(engine, tensors)
+    way = _way_for(module, engine, tensors)
     if way is None or not torch.is_grad_enabled():
         yield
         return
@@ -62,7 +71,7 @@ def offloaded(module: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
 
 
 class _Put:
-    """A tensor that is elsewhere."""
+    """A tensor that is offloaded."""
 
     __slots__ = ("way", "what")
 
@@ -71,7 +80,7 @@ class _Put:
 
 
 def _engine_of(module: nn.Module) -> Engine | None:
-    """Return the engine that manages the module; None if there is none, or its first tier is the host's memory."""
+    """Return the engine that manages the module; None if there is none, or its first tier is host memory."""
     for parameter in module.parameters():
         if isinstance(parameter, ManagedParameter):
             owner = parameter._owner
@@ -80,18 +89,103 @@ def _engine_of(module: nn.Module) -> Engine | None:
     return None
 
 
-def _way_for(engine: Engine | None, tensors: tuple[torch.Tensor, ...]) -> _Route | None:
+def _way_for(module: nn.Module, engine: Engine | None, tensors: tuple[torch.Tensor, ...]) -> _Route | None:
     if any(isinstance(each, FakeTensor) for each in tensors):
-        return _TracedOffload()
+        recorders = (each._recorder for each in module.parameters() if isinstance(each, FakeParameter))
+        return _TracedOffload(next(recorders, None))
     if engine is None:
         return _Copied() if any(each.is_cuda for each in tensors) else None
-    if engine.store.file is not None:
-        raise InvalidInput(
-            "offloaded(...) with Budget.disk: the host's memory is full of what the disk has no place for; leave "
-            "offloaded(...) out, or Budget.disk"
-        )
     engine.activations.keep_clear_of(engine.passes.scheduler.plan)
-    return engine.activations
+    return _ByEngine(engine)
+
+
+class _ByEngine:
+    """Offload as an engine's plan has it, else on demand.
+
+    A tensor that was copied back is held until autograd drops it, so that nothing depends on how often it asks. Where
+    backward keeps its graph that would be every block's: then the bytes stay on the host, too.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._passes, self._room = engine, engine.passes, engine.activations
+        self._launched = False
+        """True if a copy reads a tensor itself."""
+
+    def offload(self, tensor: torch.Tensor) -> OffloadedActivation:
+        """Move a tensor, once the pass has a moment."""
+        activation = OffloadedActivation(tensor.detach(), self._room)
+        if self._passes.current is None:
+            self._passes.before_moments.append(partial(self._move_late, weakref.ref(activation)))
+        else:
+            self._move(activation)
+        return activation
+
+    @defer_interrupts
+    def _move(self, activation: OffloadedActivation) -> None:
+        passes, tensor = self._passes, activation.held
+        assert tensor is not None, "it was not moved before"
+        with passes.nonmodel.paused(), torch.no_grad():
+            activation.origin, activation.name = passes.make_activation(activation.nbytes)
+            driver = passes.driver
+            if not (activation.name and isinstance(driver, PlanDriver) and driver.activations.keep(activation)):
+                self._room.offload(activation, bytes_of(tensor))
+                self._launched = True
+
+    def _move_late(self, activation: weakref.ref[OffloadedActivation]) -> None:
+        found = activation()
+        if found is not None:
+            self._move(found)
+            self.finish_offloads()
+
+    @defer_interrupts
+    def finish_offloads(self) -> None:
+        """Make the compute queue wait for the copies that read tensors of PyTorch's."""
+        if self._launched:
+            self._room.finish_offloads()
+            self._launched = False
+
+    @defer_interrupts
+    def restore(self, away: OffloadedActivation) -> torch.Tensor:
+        """Copy an activation back into new memory of the device."""
+        if away.held is not None:
+            return away.held
+        self._passes.take_activation(away.origin, away.name)
+        driver = self._passes.driver
+        if away.slot is None and isinstance(driver, PlanDriver):
+            tensor = self._new(away, partial(driver.activations.restore, away))
+            if tensor is not None:
+                return self._returned(away, tensor)
+            self._passes.diverge(Diverged(f"the plan does not have {away.name} here"))
+        return self._on_demand(away)
+
+    def _on_demand(self, away: OffloadedActivation) -> torch.Tensor:
+        """Copy an activation back from its own slot; right after its plan was left it may be held instead."""
+        if away.held is not None:
+            return away.held
+        slot = away.slot
+        if slot is None:
+            self._engine.residency.transfers.check_disk()
+            raise PlanMismatch(f"{away.name} is in no slot")
+        tensor = self._new(away, partial(self._room.restore, slot))
+        assert tensor is not None, "its own slot has it at all times"
+        return self._returned(away, tensor)
+
+    def _new(self, away: OffloadedActivation, fill: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
+        """Make a tensor and fill it; None: it was not filled."""
+        tensor = away.empty(self._engine.store.device.torch_device)
+        with self._passes.nonmodel.paused(), torch.no_grad():
+            return tensor if fill(bytes_of(tensor)) else None
+
+    def _returned(self, away: OffloadedActivation, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that was copied back; note where its bytes are from now on."""
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            away.held = tensor
+            away.return_slot()
+        elif away.slot is None:
+            with self._passes.nonmodel.paused(), torch.no_grad():
+                self._room.offload(away, bytes_of(tensor))
+                self._room.finish_offloads()
+        return tensor
 
 
 class _Copied:
@@ -102,7 +196,7 @@ class _Copied:
         return tensor.device, tensor.detach().to("cpu")
 
     def finish_offloads(self) -> None:
-        """Do nothing: every copy was waited for."""
+        """Do nothing: every copy has ended."""
 
     def restore(self, away: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
         """Copy the tensor back to its device."""
@@ -110,15 +204,34 @@ class _Copied:
 
 
 class _TracedOffload:
-    """Offload of fake tensors, which have no bytes: an offloaded one is dropped, a restored one is new."""
+    """Offload fake tensors, which have no bytes: drop them, and make new ones on restoring."""
 
-    def offload(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-        """Return the tensor's shape, type and device: fake tensors have no contents."""
-        return tensor.shape, tensor.dtype, tensor.device
+    def __init__(self, recorder: FakePassRecorder | None) -> None:
+        self._recorder = recorder
+
+    def offload(self, tensor: torch.Tensor) -> _Traced:
+        """Note the offload; return the tensor's shape, type and device: fake tensors have no contents."""
+        name = "" if self._recorder is None else self._recorder.make_activation(tensor.nbytes)
+        return _Traced(name, tensor.shape, tensor.dtype, tensor.device)
 
     def finish_offloads(self) -> None:
         """Do nothing: nothing is copied."""
 
-    def restore(self, away: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
+    def restore(self, away: _Traced) -> torch.Tensor:
         """Make a tensor like the offloaded one; the fake pass's mode is on, so it is fake."""
-        return torch.empty(away[0], dtype=away[1], device=away[2])
+        if away.held is None:
+            if self._recorder is not None:
+                self._recorder.take_activation(away.name)
+            away.held = torch.empty(away.shape, dtype=away.dtype, device=away.device)
+        return away.held
+
+
+@dataclass(slots=True)
+class _Traced:
+    """A fake tensor that was offloaded."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    held: torch.Tensor | None = None

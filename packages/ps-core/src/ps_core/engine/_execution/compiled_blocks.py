@@ -1,11 +1,12 @@
-"""Compiled blocks: each is one unit, fetched whole, whose parameters are ordinary ones while it runs.
+"""Run compiled blocks, each as one unit: all its parameters are fetched, and are ordinary ones meanwhile.
 
 [Note: a compiled block]
-Compiled code reads memory without asking for it, and ``torch.compile`` takes no parameter of another class. So before a
-compiled block runs, all its parameters are fetched in one moment. They have an ordinary class until it has run. Nothing
-moves meanwhile, because compiled code calls no hook of the engine. Tensors saved for backward go through the engine's
-saved-tensor hooks, as from any code. Its backward takes out all that it needs before it uses any of it. So the first
-one fetches all others, except those with a gradient in the weight slot, whose part of the block is done.
+Compiled code reads memory without calling the engine. ``torch.compile`` accepts no parameter of another class. So
+before a compiled block runs, all its parameters are fetched in one moment. They have an ordinary class until it has
+run. Nothing moves meanwhile, because compiled code calls no hook of the engine. Tensors saved for backward go through
+the engine's saved-tensor hooks, as from any code. The block's backward unpacks all saved tensors before it uses any of
+them. So the first one fetches all others. Parameters with a gradient in the weight slot are left out: their part of
+backward is done.
 
 Compiled code also makes tensors that no count of non-model bytes sees. Those that leave the block, as results or for
 backward, are counted.
@@ -35,7 +36,7 @@ OPTIMIZED_MODULE = "OptimizedModule"
 
 
 class CompiledBlock:
-    """One compiled block."""
+    """Fetch one compiled block's parameters around each of its calls."""
 
     def __init__(self, module: nn.Module, engine: Engine) -> None:
         self._engine = engine
@@ -98,7 +99,7 @@ class CompiledBlocks:
 
     @defer_interrupts_installing
     def refresh(self, model: nn.Module) -> None:
-        """Stand around those that were compiled since the last look."""
+        """Wrap the blocks that were compiled since the last call of this."""
         for block in self.blocks:
             if not block.around.in_place:
                 block.remove()
@@ -125,7 +126,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raise `UnsupportedParameter` if the whole model is compiled: all of it would be on the accelerator at once."""
+    """Raise `UnsupportedParameter` if the whole model is compiled: the accelerator would need all of it at once."""
     if is_compiled(model):
         name = type(getattr(model, "_orig_mod", model)).__name__
         raise UnsupportedParameter(

@@ -1,4 +1,4 @@
-"""Protocols of what drives a pass, and of what decides which driver does."""
+"""Define the protocols of pass drivers and of the scheduler that chooses among them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ps_core.engine._tracing.pass_recording import PassRecording
 
 
 class PassDriver(Protocol):
-    """Brings groups to the compute tier during a pass."""
+    """Fetch groups to the compute tier during a pass."""
 
     tracked: bool
     """True if non-model bytes have to be counted meanwhile."""
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
-        """Begin a moment that reads these parameters, and gets gradients of these groups."""
+        """Begin a moment that reads these parameters, and receives gradients of these groups."""
 
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """Put a gradient where the driver has room for it; False: it has none."""
+        """Put a gradient where the driver has reserved memory for it; return False if it has none."""
 
     def free_optional_bytes(self, needed_bytes: int) -> int:
         """Free so many bytes of the compute tier that no moment needs; return how many were freed."""
@@ -33,7 +33,7 @@ class PassDriver(Protocol):
 
 
 class Hooks(Protocol):
-    """Installs the engine's hooks on its model."""
+    """Install the engine's hooks on its model."""
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class Hooks(Protocol):
 
     @property
     def has_compiled_blocks(self) -> bool:
-        """Return True if ``torch.compile`` made a part of the model one piece."""
+        """Return True if ``torch.compile`` compiled a part of the model."""
 
     @property
     def shared(self) -> tuple[object, ...]:
@@ -55,7 +55,7 @@ class Hooks(Protocol):
 
 
 class Scheduler(Protocol):
-    """Chooses the driver of each pass, and makes plans."""
+    """Choose the driver of each pass, and make plans."""
 
     @property
     def training(self) -> bool:
@@ -74,22 +74,22 @@ class Scheduler(Protocol):
         """Return the plan in force."""
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Look at the arguments that the root module is called with."""
+        """Look at the root module's arguments before its call."""
 
     def driver_for_pass(self, training: bool) -> PassDriver:
         """Choose the driver of the pass that begins now."""
 
     def forget_plan(self) -> None:
-        """Drop the plan, because the model's groups change; between passes."""
+        """Drop the plan, because the model's groups change; called between passes."""
 
     def plan_abandoned(self) -> None:
         """Note that the pass left its plan: home slots may be elsewhere now."""
 
     def observe(self, recording: PassRecording) -> None:
-        """Learn from a pass that was watched, or broke off."""
+        """Record a pass that was observed, or that broke off."""
 
     def maybe_replan(self) -> None:
-        """Plan, if a pass was recorded that needs a plan; called before a step changes anything."""
+        """Make a plan if a recorded pass needs one; called before a step changes anything."""
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
-        """Carry out a step by the plan; False, and nothing done, if the plan is not for it."""
+        """Carry out a step by the plan; return False, with nothing done, if the plan does not fit it."""

@@ -1,6 +1,6 @@
-"""The engine of one model: what parameters, hooks and the optimizer turn to.
+"""Tie the parts of one model's engine together, for parameters, hooks and the optimizer.
 
-It leaves the work to others. Uses of parameters are in `_execution.parameter_access`, passes and their moments in
+The engine delegates the work. Uses of parameters are in `_execution.parameter_access`, passes and their moments in
 `_execution.pass_tracker`. Moves are made by a driver (`_execution.on_demand_driver`, `_execution.plan_driver`).
 Gradients are in `_gradients.gradient_store`, and steps in `_optim.group_step`.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ps_core._program import Kind
+from ps_core.engine._execution.build_components import Components, Ranks
 from ps_core.engine._execution.driver_protocols import Hooks, Scheduler
-from ps_core.engine._execution.engine_parts import Components, Ranks
 from ps_core.engine._execution.parameter_access import ParameterAccess
 from ps_core.engine._execution.pass_tracker import PassTracker
 from ps_core.engine._execution.refuse_use import Usability
@@ -35,7 +35,7 @@ from ps_core.engine._support.interrupts import defer_interrupts
 
 
 class Engine:
-    """One model under management."""
+    """The engine of one managed model."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Engine:
         scheduler: Callable[[Engine], Scheduler],
         management: Callable[[Engine], Hooks],
     ) -> None:
-        """Make an engine of its parts. ``scheduler`` and ``management`` are called with it, and may keep it."""
+        """Make an engine of its parts. ``scheduler`` and ``management`` are called with the engine, and may keep it."""
         self.stepping = parts.stepping
         self.store = store = parts.residency.store
         self.groups = groups = parts.residency.groups
@@ -77,8 +77,8 @@ class Engine:
             loss_scale=loss_scale,
             finish_pass=self.finish_pass,
         )
-        self.activations = ActivationSlots(store, counters, self.passes.nonmodel)
-        """Slots in the host's memory for offloaded activations."""
+        self.activations = ActivationSlots(parts.residency.transfers, store)
+        """Slots of offloaded activations that no plan moves."""
         self.masters = Masters(
             self.records,
             lambda record: self.updater.read_while_loading(record, Kind.P32),
@@ -98,12 +98,12 @@ class Engine:
     # Checks.
 
     def check_usable(self, *, loading: bool = False) -> None:
-        """Raise where nothing may be trained; ``loading``: all values are about to be replaced."""
+        """Raise if the model may not be used; ``loading``: all values are about to be replaced."""
         if self.usability.refuses:
             self.usability.check(loading=loading)
 
     def check_writes(self) -> None:
-        """Raise if something was written where it is lost; between passes, before values are used."""
+        """Raise if something was written to memory that is not kept; called between passes, before values are used."""
         if self.state_dicts.copies.given:
             self.state_dicts.copies.check()
         if self.residency.exposed.bounds or self.residency.tampered:
@@ -149,7 +149,7 @@ class Engine:
         raise changed_in_place(record.name, by=getattr(function, "__name__", str(function)))
 
     def detached(self, record: ParamState) -> torch.Tensor | None:
-        """Return a copy for a state dict that is being made; None: none is."""
+        """Return a copy for a state dict under construction; None: there is none."""
         return self.state_dicts.copy_of(record)
 
     @defer_interrupts
@@ -163,7 +163,7 @@ class Engine:
 
     @defer_interrupts
     def await_forward(self, inputs: Any) -> None:
-        """End what cannot go on, before anything is looked at for the root module's call with these inputs."""
+        """End an open pass that cannot go on, before the root module's call with these inputs."""
         if self.store.file is not None:
             self.store.check_process()
         if self.state_dicts.copies.given:
@@ -281,7 +281,7 @@ class Engine:
 
     @defer_interrupts
     def write_state(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
-        """Replace it."""
+        """Replace a master or moment."""
         self.usability.check_kept()
         self.usability.check_not_averaged("load")
         self.state_dicts.copies.drop(record)  # of a state dict that broke off
@@ -293,10 +293,14 @@ class Engine:
         self.write_state(record, Kind.P32, self.masters.master(record, value))
 
     def states_loaded(self) -> None:
-        """Hear that an optimizer's state dict was loaded whole."""
+        """Note that an optimizer's state dict was loaded whole."""
         self.stepping.end()
         self.masters.states_loaded()
 
     def read(self, record: ParamState) -> torch.Tensor:
         """Return a copy of the parameter in the type that it is computed with."""
         return self.updater.weight(record)
+
+    def read_master(self, record: ParamState) -> torch.Tensor:
+        """Return the same, rounded from the master where there is one: after a broken step other copies may be none."""
+        return self.updater.read(record, Kind.P32).to(record.dtype)

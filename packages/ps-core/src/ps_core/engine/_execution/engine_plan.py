@@ -1,4 +1,4 @@
-"""A verified plan in the engine's terms: the engine's groups, the moments to expect, instructions by queue."""
+"""Translate a verified plan to the engine's terms: its groups, the expected moments, instructions by queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ps_core.engine._devices.disk.queues import DISK_QUEUES
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues, SlotUse
 from ps_core.engine._memory.chunk import Chunk
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
-from ps_core.engine._tracing.pass_recording import MomentRecord
+from ps_core.engine._tracing.pass_recording import PassRecording
 
 
 def lay_groups(groups: list[ParamGroup], records: list[ParamState], trace: Trace) -> tuple[Layout, list[ParamGroup]]:
@@ -44,8 +44,7 @@ def lay_groups(groups: list[ParamGroup], records: list[ParamState], trace: Trace
 def _waits(instrs: tuple[Instr, ...], threads: frozenset[Queue]) -> dict[int, tuple[int, ...]]:
     """Map instructions to those on streams that their queue waits for; ``threads``: queues that are no streams.
 
-    No stream waits for a thread. What comes after an instruction there comes after all that its queue has waited for by
-    then.
+    No stream waits for a thread. What follows an instruction there follows all that its queue has waited for by then.
     """
     queue_of = {instr.id: instr.queue for instr in instrs}
     latest: dict[Queue, dict[Queue, int]] = {queue: {} for queue in threads}
@@ -67,28 +66,29 @@ def _waits(instrs: tuple[Instr, ...], threads: frozenset[Queue]) -> dict[int, tu
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """A plan, whose group numbers are not the engine's."""
+    """A plan, and the engine's groups and chunks for its numbers."""
 
     planned: Planned
     machine: Machine
     """The machine that the plan was chosen for."""
     order: list[ParamGroup]
-    moments: list[MomentRecord]
+    recording: PassRecording
+    """The pass that the plan was made from."""
     prefetch: int | None = None
 
     @cached_property
     def in_backward(self) -> bool:
-        """True if groups are stepped while backward goes on."""
+        """Return True if groups are stepped while backward goes on."""
         return bool(self.planned.early)
 
     @property
     def plan(self) -> Plan:
-        """The plan itself."""
+        """Return the plan itself."""
         return self.planned.plan
 
     @property
     def program(self) -> Program:
-        """The program that the plan is for."""
+        """Return the program that the plan is for."""
         return self.planned.program
 
     def chunk(self, extent: Extent) -> Chunk:
@@ -97,43 +97,43 @@ class EnginePlan:
 
     @cached_property
     def chunks(self) -> list[Chunk]:
-        """The chunks that have home slots, in the order of the plan's numbers."""
+        """Return the chunks that have home slots, in the order of the plan's numbers."""
         return [self.chunk(held.extent) for held in self.plan.home]
 
     @cached_property
     def segments(self) -> dict[SegmentName, SegmentQueues]:
-        """Every segment by queue."""
+        """Return every segment by queue."""
         return {segment.name: self._queues(segment) for segment in self.plan.segments}
 
     @cached_property
     def nonmodel_bytes(self) -> int:
-        """The most non-model bytes of any moment."""
+        """Return the most non-model bytes of any moment."""
         return self.program.trace.peak_nonmodel_bytes
 
     @cached_property
     def arena_end(self) -> int:
-        """The address from which on non-model bytes take the plan's part of the compute tier, at their most."""
+        """Return the address at which the plan's largest non-model bytes begin on the compute tier."""
         return self.plan.tiers[0].capacity_bytes - self.nonmodel_bytes
 
     @cached_property
     def micro_segments(self) -> tuple[SegmentName, ...]:
-        """The segments of a training step's passes, in order."""
+        """Return the segments of a training step's passes, in order."""
         return self.program.iteration()[:-1]
 
     @cached_property
     def overwrites(self) -> bool:
-        """True if gradients are written over the weights."""
+        """Return True if gradients are written over the weights."""
         return self.program.overwrites
 
     @cached_property
     def stepped(self) -> set[ParamGroup]:
-        """Groups that the plan's step steps."""
+        """Return the groups that the plan's step steps."""
         return {self.order[index] for index in self.program.stepped}
 
     @cached_property
     def learning(self) -> dict[ParamGroup, list[ParamState]]:
         """Map groups to the parameters that got gradients in the planned pass."""
-        found = {index for moment in self.moments for index in moment.grads}
+        found = {index for moment in self.recording.moments for index in moment.grads}
         return {group: [record for record in group.tensors if record.index in found] for group in self.order}
 
     @cached_property
@@ -158,9 +158,12 @@ class EnginePlan:
         )
 
     def _moment(self, segment: SegmentName, instr: Instr, op: Run) -> PlannedMoment:
-        recorded, uses = self.moments[op.visit], self.program.uses(segment, self.program.visits[op.visit])
-        rows = []
+        recorded, uses = self.recording.moments[op.visit], self.program.uses(segment, self.program.visits[op.visit])
+        rows, activations = [], []
         for use, slot in zip(uses, op.slots, strict=True):
+            if use.extent.kind is Kind.ACT:
+                activations.append((self.program.trace.activations[use.extent.index].name, slot))
+                continue
             is_weight, is_read = use.extent.kind is not Kind.GRAD, use.before is not None
             gains = use.before != use.after
             rows.append(SlotUse(self.order[use.extent.index], slot, is_weight, is_read, gains))
@@ -171,5 +174,6 @@ class EnginePlan:
             reads=frozenset(recorded.reads),
             gains=frozenset(recorded.grad_groups),
             uses=tuple(rows),
+            activations=tuple(activations),
             nonmodel_bytes=op.nonmodel_bytes,
         )

@@ -17,8 +17,8 @@ from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core.engine._execution.compiled_blocks import OPTIMIZED_MODULE, CompiledBlocks
 from ps_core.engine._execution.driver_protocols import Scheduler
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.late_parameters import take_in, train_frozen
 from ps_core.engine._execution.parameter_access import accept_gradient
+from ps_core.engine._execution.parameters_added_later import take_in, train_frozen
 from ps_core.engine._execution.pass_threads import FORWARD
 from ps_core.engine._execution.state_dict import StateDictHooks, no_copies
 from ps_core.engine._parameters.errors import changed_in_place
@@ -26,6 +26,7 @@ from ps_core.engine._parameters.grouping import FLOATS, Grouping
 from ps_core.engine._parameters.managed_parameter import (
     ManagedParameter,
     accept_changes,
+    is_ordinary_for_a_block,
     plain_value,
     unmanage,
 )
@@ -37,10 +38,10 @@ from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, M
 
 
 class ModelHooks:
-    """One model's hooks. Nothing of torch's or the user's classes is changed.
+    """Hold one model's hooks. No class of PyTorch's or the user's is changed.
 
-    It holds no reference to a module. So a model without references is freed at once, and the engine's memory with it,
-    although its optimizer is still there. (A notebook's cell that is run again leaves such a model.)
+    The object holds no reference to a module. So a model without references is freed at once, with the engine's memory,
+    even if its optimizer still exists. (A notebook's cell that is run again leaves such a model.)
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class ModelHooks:
         cast: torch.dtype | None,
         accumulates: bool,
     ) -> None:
-        """``group``: packs a model's parameters that are not managed; ``accumulates``: groups have room for sums."""
+        """Make the hooks; ``group`` groups parameters that are not managed yet; ``accumulates``: groups have fp32
+        sums.
+        """
         self.engine = engine
         self.name = type(model).__name__
         self._model = weakref.ref(model)
@@ -74,7 +77,7 @@ class ModelHooks:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The object that decides how the model's passes are driven."""
+        """Return the scheduler that chooses the drivers of the model's passes."""
         return self.engine.passes.scheduler
 
     @defer_interrupts_installing
@@ -101,7 +104,7 @@ class ModelHooks:
 
     @property
     def has_compiled_blocks(self) -> bool:
-        """True if ``torch.compile`` compiled a part of the model."""
+        """Return True if ``torch.compile`` compiled a part of the model."""
         return bool(self._blocks.blocks)
 
     def remove(self) -> None:
@@ -116,7 +119,7 @@ class ModelHooks:
 
     @defer_interrupts_installing
     def _watch(self, model: nn.Module) -> None:
-        """Hear of the end of the modules that have managed parameters."""
+        """Watch for the end of modules that have managed parameters."""
         for module in model.modules():
             managed = any(isinstance(parameter, ManagedParameter) for parameter in module._parameters.values())
             if managed and id(module) not in self._owners:
@@ -154,7 +157,7 @@ class ModelHooks:
     # Forward.
 
     def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Around the root module's call."""
+        """Run the root module's call within a pass."""
         model = self._model()
         assert model is not None, "it is being called"
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -215,9 +218,9 @@ class ModelHooks:
         return call(*args, **kwargs)
 
     def _check_parameters(self, model: nn.Module) -> bool:
-        """Take in parameters that were added or unfrozen since the last pass; True: the model has compiled blocks.
+        """Manage parameters that were added or unfrozen since the last pass; return True if blocks are compiled.
 
-        Nothing is taken in while the model runs, or while backward repeats its forward.
+        Nothing is changed while the model runs, or while backward repeats its forward.
         """
         between = not self._running and (torch._C._current_graph_task_id() == -1 or not recomputing())
         for record in self._frozen:
@@ -235,7 +238,7 @@ class ModelHooks:
 
     @defer_interrupts_installing
     def _train_frozen(self) -> None:
-        """Begin to train the parameters that were unfrozen since."""
+        """Begin to train the parameters that were unfrozen since the last pass."""
         engine = self.engine
         late = [record for record in self._frozen if record.parameter.requires_grad and not record.trainable]
         try:
@@ -247,7 +250,7 @@ class ModelHooks:
 
     @defer_interrupts_installing
     def _take_in(self, model: nn.Module) -> None:
-        """Put parameters under management that were added since; a plain tensor in one's place is functional_call's."""
+        """Manage parameters that were added; a plain tensor in a parameter's place comes from functional_call."""
         engine = self.engine
         for record in take_in(engine, model, self._group, accumulates=self._accumulates):
             if record.parameter.requires_grad:
@@ -263,10 +266,14 @@ class ModelHooks:
 
     @defer_interrupts_installing
     def release(self) -> None:
-        """Give plain parameters back on the CPU, as they are computed with: elsewhere there may be no room for them."""
+        """Return plain parameters on the CPU, in the computed type: other tiers may have too little memory."""
         engine = self.engine
         if torch._C._current_graph_task_id() != -1:
             raise InvalidInput("release(model) inside a backward pass: call it after backward has returned")
+        engine.usability.check_not_materialized("release(model)")
+        worker = engine.store.device.worker
+        failure = None if worker is None else worker.forget_failure()
+        read = engine.read if failure is None else engine.read_master
         engine.saved.pop_to(0)  # whatever an interrupt left
         engine.finish_pass()
         engine.stepping.end()
@@ -279,7 +286,7 @@ class ModelHooks:
         self.remove()
         for group in engine.groups:
             for record in group.tensors:
-                value = plain_value(record, engine.read)
+                value = plain_value(record, read)
                 engine.residency.unbind(record)
                 unmanage(record.parameter, value)
             engine.residency.release_chunks(group)
@@ -287,6 +294,12 @@ class ModelHooks:
         if model is not None:
             move_unmanaged(model, torch.device("cpu"))
         engine.store.close()
+        if failure is not None:
+            warnings.warn(
+                "release(model) after work of the processor failed: parameters are a mixture of old and new, so load a "
+                f"checkpoint; it failed with {type(failure).__name__}: {failure}",
+                stacklevel=4,
+            )
 
 
 def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
@@ -299,9 +312,9 @@ def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
 
 
 def _look_at(model: nn.Module) -> tuple[list[int], list[nn.Parameter], bool]:
-    """Return the model's parameters, of each the id of its module, and whether some part of the model is compiled.
+    """Return the model's parameters, the id of each one's module, and whether any part is compiled.
 
-    One walk for all of it, without `modules()`, whose generators within generators take several times as long.
+    This is one walk without `modules()`, whose nested generators take several times as long.
     """
     owners: list[int] = []
     parameters: list[nn.Parameter] = []
@@ -321,7 +334,7 @@ def _look_at(model: nn.Module) -> tuple[list[int], list[nn.Parameter], bool]:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in arguments, in another type."""
+    """Return arguments with floating-point tensors in another type."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype in FLOATS and not isinstance(value, ManagedParameter) else value
     if isinstance(value, dict):
@@ -338,20 +351,34 @@ def _found(given: object) -> str:
 
 
 def is_managed(model: nn.Module) -> bool:
-    """Return whether ``chunked(model, ...)`` has the parameters of a model, or of a part of it, under management."""
+    """Return True if ``chunked`` manages the parameters of a model, or of a part of it."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"expected a torch.nn.Module, found {_found(model)}")
     return any(isinstance(parameter, ManagedParameter) for parameter in model.parameters())
 
 
 def hooks_of(model: nn.Module) -> ModelHooks:
-    """Return the hooks of a managed model; raise `InvalidInput` if the model is not managed."""
+    """Return the hooks of a managed model; raise `InvalidInput` if the model is not managed, or has two that are."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"expected a model that chunked(...) has under management, found {_found(model)}")
-    for parameter in model.parameters():
+    found: dict[Any, str] = {}
+    for name, parameter in model.named_parameters():
         if isinstance(parameter, ManagedParameter):
             owner = parameter._owner
             assert isinstance(owner, Engine), "every owner is an Engine"
-            if isinstance(owner.management, ModelHooks):
-                return owner.management
-    raise InvalidInput(f"this {type(model).__name__} is not under management: call chunked(model, ...) first")
+            found.setdefault(owner.management, name)
+    if len(found) > 1:
+        which = " and ".join(f"one with {name!r}" for name in found.values())
+        raise InvalidInput(
+            f"this {type(model).__name__} holds {len(found)} models that chunked(...) has under management, {which}: "
+            "call this for each of them, as in `with materialized(first), materialized(second):`"
+        )
+    if any(map(is_ordinary_for_a_block, model.parameters())) and not found:
+        raise InvalidInput(
+            f"this is inside a block of materialized(...), where parameters of {type(model).__name__} are ordinary "
+            "ones: work with them there, or call this after the block"
+        )
+    management = next(iter(found), None)
+    if not isinstance(management, ModelHooks):
+        raise InvalidInput(f"this {type(model).__name__} is not under management: call chunked(model, ...) first")
+    return management

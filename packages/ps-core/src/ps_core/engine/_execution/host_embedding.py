@@ -1,4 +1,4 @@
-"""``HostEmbedding``: a table in the host's memory, of which only the rows that are looked up go to the accelerator."""
+"""Define ``HostEmbedding``, a table in host memory, of which only looked-up rows are copied to the accelerator."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _dense = torch.ops.aten.embedding_dense_backward.default
 
 
 class HostEmbedding(nn.Embedding):
-    """An `nn.Embedding` that looks rows up where its table is, and sends them to where the ids are.
+    """An `nn.Embedding` that looks rows up where its table is, and copies them to the ids' device.
 
-    Under `chunked` on an accelerator the table, its optimizer states and its gradient stay in the host's memory: rows
-    go up, their gradients come down, and the CPU steps it. Results are an ``nn.Embedding``'s to the bit, and without
-    management it is one. The weight may be used for nothing but lookups there; ``max_norm``, ``scale_grad_by_freq`` and
-    ``sparse`` are refused.
+    Under `chunked` on an accelerator the table, its optimizer states and its gradient stay in host memory. Rows are
+    copied to the accelerator, their gradients are copied back, and the CPU does the step. Results are an
+    ``nn.Embedding``'s to the bit; without management it is one. Under management the weight may be used for lookups
+    only. ``max_norm``, ``scale_grad_by_freq`` and ``sparse`` are refused.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +81,7 @@ class HostEmbedding(nn.Embedding):
 
 
 class _Table(Protocol):
-    """A table in which rows are looked up."""
+    """Protocol of a table in which rows are looked up."""
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows of these ids, on the ids' device."""
@@ -108,7 +108,7 @@ class _Managed:
 
 
 class _TracedTable:
-    """A table in a fake pass: on the accelerator there are rows, and nothing of the table."""
+    """A table in a fake pass: there are rows on the accelerator, and no table."""
 
     __slots__ = ("_dtype", "_width")
 
@@ -134,9 +134,9 @@ def _table_of(weight: Tensor) -> _Table | None:
 
 
 class _Lookup(Function):
-    """Rows up; their gradients down, past autograd's own sum, which would want them where the parameter says it is.
+    """Look rows up, and add their gradients to the table's without autograd, which would sum on the parameter's device.
 
-    (Any: what torch hands to and takes from a `Function`.)
+    (Any: what PyTorch passes to and takes from a `Function`.)
     """
 
     @staticmethod
@@ -167,9 +167,9 @@ def _is_asked_for(weight: nn.Parameter) -> bool:
 
 
 def host_tables(model: nn.Module, tiers: tuple[Tier, ...], *, alone: bool) -> frozenset[str]:
-    """Return names of parameters that stay on the host; raise `UnsupportedParameter` if more than lookups may read one.
+    """Return names of tables that stay on the host; raise `UnsupportedParameter` if more than lookups may read one.
 
-    None where all is on the host, or where processes have parts of everything (``alone``: there is one).
+    Return none where everything is on the host, or where processes have shards (``alone``: there is one process).
     """
     tables: dict[int, str] = {}
     for module in model.modules():
@@ -197,7 +197,7 @@ def host_tables(model: nn.Module, tiers: tuple[Tier, ...], *, alone: bool) -> fr
 
 
 def _others(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of modules that are no tables, under every name."""
+    """Yield the parameters of modules that are no tables, under every name."""
     for prefix, module in model.named_modules():
         if not isinstance(module, HostEmbedding):
             for name, parameter in module._parameters.items():

@@ -1,11 +1,11 @@
-"""Tables that stay in the host's memory: rows are looked up there, and there their gradients arrive.
+"""Look rows up in tables that stay in host memory, and collect their gradients there.
 
 [Note: tables on the host]
-A group of such tables has its home slots on the host for good. No plan or moment has it, and no parameter of it is ever
+A group of such tables keeps its home slots on the host. No plan or moment contains it, and no parameter of it is ever
 bound. The host thread looks rows up in the home slot, which no other thread writes. PyTorch's own operator makes one
-gradient of the whole table of those of rows. So the bits are those of an ``nn.Embedding``. Where a table was looked up
-more than once, autograd would add these up in their type first. So do we, until the hook of the parameter's gradient
-asks. The room for that gradient is set aside in the host's budget.
+gradient of the whole table from those of rows. So the bits are those of an ``nn.Embedding``. Where a table was looked
+up more than once, autograd would add these gradients in their type first. The engine does so too, until the hook of the
+parameter's gradient runs. The host's budget includes memory for that gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEVICE = 0
 
 
 class HostTables:
-    """Those of one engine; see [Note: tables on the host]."""
+    """The host tables of one engine; see [Note: tables on the host]."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class HostTables:
         check_usable: Callable[[], None],
         accept: Callable[[ParamState, Tensor], None],
     ) -> None:
-        """``check_usable``: raise where nothing may be trained; ``accept``: take a table's gradient over."""
+        """Make the tables; ``check_usable`` raises if training is not allowed, ``accept`` stores a table's gradient."""
         self._passes, self._gradients, self._store, self._watcher = passes, gradients, store, watcher
         self._check_usable, self._accept = check_usable, accept
         self.pending: dict[ParamState, tuple[int, Tensor]] = {}
@@ -96,5 +96,5 @@ class HostTables:
                 self._accept(record, pending[1])
 
     def forget(self) -> None:
-        """Drop gradients of a pass that broke off."""
+        """Drop the gradients of a pass that broke off."""
         self.pending.clear()

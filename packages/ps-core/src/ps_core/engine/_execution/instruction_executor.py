@@ -1,9 +1,9 @@
 """Carry out a plan's instructions on slots and parameters; `_execution.plan_driver` says when each is issued.
 
 [Note: divergence]
-A plan is advice. Each instruction checks what it relies on (versions, and that memory it releases has no live aliases).
-Where a check fails, or the model does something else than planned, `Diverged` is raised before anything is changed.
-Issued instructions are then finished, and `OnDemandDriver` continues from there.
+A plan is advice. Each instruction checks what it relies on: versions, and that memory it releases has no live aliases.
+If a check fails, or the model does something else than planned, `Diverged` is raised before anything is changed. Issued
+instructions are then finished, and `OnDemandDriver` continues from there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ps_core._program import Kind
 from ps_core.engine._devices.device import WorkEvent
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.lent_home_slots import restore_lent_homes
+from ps_core.engine._execution.planned_activations import PlannedActivations
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.chunk import Chunk, Slot
@@ -50,11 +51,11 @@ def _has_gradient(record: ParamState) -> bool:
 
 
 class Diverged(Exception):
-    """A pass does other than the plan; the message says how."""
+    """Say that a pass differs from the plan; the message says how."""
 
 
 class InstructionExecutor:
-    """Carries out the instructions of one segment."""
+    """Carry out the instructions of one segment."""
 
     def __init__(
         self,
@@ -75,6 +76,8 @@ class InstructionExecutor:
         """Gradients in a slot of their own, on their way to the accumulators."""
         self._flat: dict[ParamGroup, torch.Tensor] = {}
         """Those slots as vectors, while the moment lasts: slots do not move meanwhile."""
+        self.activations = PlannedActivations(residency.store)
+        """The offloaded activations that the segment moves."""
         self._settings_of: SettingsOf | None = None
         self._factor = 1.0
         self._handlers: dict[type, Callable[[Instr, Any], None]] = {
@@ -92,11 +95,11 @@ class InstructionExecutor:
         """The moment that the model has come to."""
 
     def reach(self, moment: int) -> None:
-        """Note which moment the model has come to."""
+        """Note which moment the model has reached."""
         self.moment = moment
 
     def work_before(self, instr: Instr) -> list[WorkEvent]:
-        """Return the events of the worker's thread that an instruction of another queue has to wait for."""
+        """Return the worker's events that an instruction of another queue has to wait for."""
         if not isinstance(instr.op, Copy):
             return []  # releasing only takes note, and all else is about the compute tier
         slots = self._slots[instr.op.source], self._slots[instr.op.target]
@@ -112,17 +115,17 @@ class InstructionExecutor:
         return False
 
     def carry_out(self, instr: Instr) -> None:
-        """Do what an instruction other than a moment says."""
+        """Carry out an instruction other than a moment."""
         self._handlers[type(instr.op)](instr, instr.op)
 
     def prepare_steps(self, settings_of: SettingsOf, factor: float) -> None:
-        """Note the numbers that steps are made with."""
+        """Store the settings and the factor of the steps."""
         self._settings_of, self._factor = settings_of, factor
 
     # Moments.
 
     def begin(self, moment: PlannedMoment) -> None:
-        """Prepare the slots that a moment uses, so that its parameters are found there."""
+        """Prepare the slots that a moment uses, and bind its parameters to them."""
         self._flat.clear()
         for group, number, holds_weight, read, _ in moment.uses:
             slot = self._slots[number]
@@ -140,6 +143,7 @@ class InstructionExecutor:
                 chunk.add_copy(slot)
             # The plan may have fetched the group anew for a later moment already, before it gave this slot back.
             self._residency.unbind_elsewhere(group, slot)
+        self.activations.begin(moment, self._slots)
         if not self._store.synchronous:
             memory = [self._slots[use.slot].memory for use in moment.uses]
             self._device.declare_access(Queue.COMPUTE, moment.name, memory, ())
@@ -159,7 +163,7 @@ class InstructionExecutor:
             chunk.add_copy(slot)
 
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """Put a gradient where the plan has room for it; False: it has none."""
+        """Put a gradient into memory that the plan reserved for it; return False if there is none."""
         staged = self._staged.get(record.group)
         if staged is None:
             return False
@@ -180,7 +184,7 @@ class InstructionExecutor:
     # Instructions.
 
     def _nothing(self, instr: Instr, op: Decide) -> None:
-        """Do nothing: the optimizer decides, in ``step()``."""
+        """Do nothing: the optimizer decides in ``step()``."""
 
     def _reserve(self, instr: Instr, op: Reserve) -> None:
         store, tier = self._store, op.tier
@@ -197,6 +201,8 @@ class InstructionExecutor:
 
     def _give_up(self, slot: Slot) -> None:
         """Give up the copy that a slot holds; `Diverged` if it is still needed."""
+        if not self.activations.release(slot):
+            raise Diverged("an activation is still wanted where the plan gives it up")
         extent = slot.extent
         if extent is not None and extent.kind not in UNVERSIONED:
             group = self._residency.groups[extent.index]
@@ -205,7 +211,7 @@ class InstructionExecutor:
                 self._drop_copy(group, chunk, slot)
 
     def _drop_copy(self, group: ParamGroup, chunk: Chunk, slot: Slot) -> None:
-        """Give up a slot's copy of a chunk; `Diverged` if it is the only current one, or has live aliases."""
+        """Give up a slot's copy of a chunk; raise `Diverged` if no other copy is current, or for live aliases."""
         dead = self._is_dead(group, chunk)
         if not dead and slot.version == chunk.version and not chunk.has_current_besides(slot):
             raise Diverged(f"the only copy of {chunk.extent.kind.value} of {group.name} would be released")
@@ -216,7 +222,7 @@ class InstructionExecutor:
             chunk.drop_copy(slot.tier, needed=not dead)
 
     def _is_dead(self, group: ParamGroup, chunk: Chunk) -> bool:
-        """Return True for sums without a gradient, and for a gathered copy: nothing is lost with them."""
+        """Return True for fp32 sums without a gradient, and for a gathered copy: either may be dropped."""
         if chunk.gathered:
             return True
         if chunk.extent.kind is not Kind.ACC:
@@ -224,12 +230,17 @@ class InstructionExecutor:
         return not any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors)
 
     def _vacate(self, group: ParamGroup, slot: Slot) -> None:
-        """Unbind the parameters that lie in a slot; `Diverged` if one of them has live aliases."""
+        """Unbind the parameters that lie in a slot; raise `Diverged` if one of them has live aliases."""
         if not self._residency.vacate(group, slot):
             raise Diverged(f"memory of {group.name} has live aliases")
 
     def _copy(self, instr: Instr, op: Copy) -> None:
         source, target = self._slots[op.source], self._slots[op.target]
+        if op.extent.kind is Kind.ACT:
+            name = self._plan.program.trace.activations[op.extent.index].name
+            size = self.activations.copy(instr.queue, name, source, target)
+            self._residency.transfers.watcher.moved(source.tier, target.tier, size)
+            return
         group, kind = self._plan.order[op.extent.index], op.extent.kind
         if kind not in UNVERSIONED and source.version != group.chunks[kind].version:
             raise Diverged(f"the plan copies an older {kind.value} of {group.name}")
@@ -275,7 +286,7 @@ class InstructionExecutor:
         self._gradients.measure_all(rows, flat, launch)
 
     def step_early(self, instr: Instr, settings_of: SettingsOf) -> ParamGroup:
-        """Step a group whose gradient is complete; raise before anything is changed if that is not finite."""
+        """Step a group whose gradient is complete; raise before anything is changed if the gradient is not finite."""
         assert isinstance(instr.op, Step), "only steps are made early"
         self.prepare_steps(settings_of, 1.0)
         self._step(instr, instr.op, early=True)
@@ -303,7 +314,7 @@ class InstructionExecutor:
         writes: Sequence[torch.Tensor],
         work: Callable[[], object],
     ) -> None:
-        """Do work on slots: on the worker's thread where there is one and the queue is the processor's."""
+        """Do work on slots: on the worker's thread if there is one and the queue is the CPU's."""
         if self._store.synchronous:
             work()
             return
@@ -324,7 +335,8 @@ class InstructionExecutor:
 
     def abandon(self) -> None:
         """Keep copies that on-demand passes can use, and release the plan's own slots."""
-        staged = [slot for slot, _ in self._staged.values()]
+        staged = [*self.activations.slots, *(slot for slot, _ in self._staged.values())]
+        theirs = self.activations.abandon()
         restore_lent_homes(self._plan, self._slots, self._places, staged, broken=self._residency.transfers.broken)
         for slot, records in self._staged.values():
             for record in records:
@@ -333,7 +345,7 @@ class InstructionExecutor:
         kept = {id(slot) for group in self._plan.order for slot in group.weight_chunk.copies.values() if slot.tier == 0}
         chunks = {id(chunk.home) for group in self._plan.order for chunk in group.chunks.values()}
         for slot in {id(slot): slot for slot in self._slots.values()}.values():
-            if id(slot) in chunks or id(slot) in kept or slot.memory.numel() == 0:
+            if id(slot) in chunks or id(slot) in kept or slot in theirs or slot.memory.numel() == 0:
                 continue
             chunk = self._home_of(slot)
             if chunk is not None and chunk.has_current_copy and chunk.source() is slot:
@@ -353,6 +365,6 @@ class InstructionExecutor:
         return self._residency.groups[extent.index].chunks.get(extent.kind)
 
     def restore_homes(self) -> None:
-        """End the segment: lent home slots become the slots that are in their places again."""
+        """End the segment: make the slots at the lent home slots' places the home slots."""
         if self._segment.lends_homes:
             restore_lent_homes(self._plan, self._slots, self._places)

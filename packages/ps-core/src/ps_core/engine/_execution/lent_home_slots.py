@@ -1,12 +1,12 @@
 """Restore home slots that a plan for tight memory released within a segment.
 
 [Note: leaving a plan that lends home slots]
-Such a plan releases a home slot while its extent is elsewhere: the home slot is *lent*. At the end of the segment every
-extent is in its place again. Where the segment is left before, some are not. Other slots may have taken these places by
-then, so there may be no room to move the extents back.
+To *lend* a home slot is to release it while its extent is elsewhere. At the end of the segment every extent is in its
+place again. Where the segment is left before, some are not. Other slots may have taken these places by then, so there
+may be no memory to move the extents back.
 
 None is needed. A move is a Reserve, a Copy and a Release in this order on one queue. So at any time every extent with a
-home slot has a slot with its newest bytes. (An accumulator before its first gradient has a slot of its size.) That slot
+home slot has a slot with its newest bytes. An accumulator before its first gradient has a slot of its size. That slot
 becomes its home slot: no memory is taken, nothing is copied, and nothing can fail. Chunks then leave the compute tier
 where lower tiers have room. Between passes home slots move back to the plan's places; see
 `_execution.lower_home_slots`.
@@ -31,10 +31,10 @@ def restore_lent_homes(
     *,
     broken: bool = False,
 ) -> None:
-    """Make each released home slot the slot that holds its extent now, if possible the one at its address.
+    """Make the slot that holds each extent its home slot, if possible the one at its address.
 
     ``slots``: the plan's, by number. ``places``: tier and address of those that it reserved. ``staged``: those that
-    hold gradients on their way. ``broken``: the disk failed, and what was to be read from there may be lost.
+    hold gradients in transfer. ``broken``: the disk failed, so data that was to be read from there may be lost.
     """
     at = {place: slots[number] for number, place in places.items() if number in slots}
     chunks = {id(plan.chunk(held.extent).home) for held in plan.plan.home}

@@ -1,4 +1,4 @@
-"""Keep home slots where the plan in force has them, or as low as they go, for passes whose peak is not known."""
+"""Move home slots to the plan's places, or as low as possible for passes whose peak is not known."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ps_core.engine._parameters.param_state import ParamGroup
 
 
 class HomePlacement:
-    """The home slots of one engine, moved between passes."""
+    """Move the home slots of one engine between passes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -29,7 +29,7 @@ class HomePlacement:
         """
 
     def move_to_plan(self, plan: EnginePlan) -> bool:
-        """Move every home slot to the plan's place; False, and nothing moved, while memory has live aliases."""
+        """Move every home slot to the plan's place; return False, with nothing moved, while memory has live aliases."""
         if not move_homes_to_plan(self._engine, plan):
             return False
         self.elsewhere = self.displaced = False
@@ -42,7 +42,7 @@ class HomePlacement:
     def move_down(self, needed_bytes: int | None = None) -> None:
         """Move home slots off the compute tier until ``needed_bytes`` are free; None: as far as lower tiers have room.
 
-        As it was before there was a plan. Nothing is moved while memory has live aliases.
+        They are then as before there was a plan. Nothing is moved while memory has live aliases.
         """
         engine, store = self._engine, self._engine.store
         capacity = store.tiers[0].capacity_bytes
@@ -69,7 +69,7 @@ class HomePlacement:
         self.move_down(nonmodel_bytes + 2 * largest)
 
     def make_room_to_read(self) -> None:
-        """Move home slots down until all weights whose home slots are elsewhere fit, and an fp32 copy of all."""
+        """Move home slots down until the compute tier can hold all weights, and an fp32 copy of them."""
         weights = [(group.weight_chunk, group.chunk_numel) for group in self._engine.groups]
         self.move_down(sum(chunk.bytes * (chunk.home.tier > 0) + numel * 4 for chunk, numel in weights))
 
@@ -90,7 +90,7 @@ class HomePlacement:
                 self._down(chunk, tier)
 
     def _down(self, chunk: Chunk, tier: int) -> None:
-        """Move a home slot to a lower tier during a pass; a slot that parameters are bound to stays as a copy."""
+        """Move a home slot to a lower tier during a pass; a slot with bound parameters stays as a copy."""
         store, residency = self._engine.store, self._engine.residency
         target = store.reserve(tier, chunk.bytes)
         residency.transfers.copy_to(chunk, target)
@@ -103,7 +103,7 @@ class HomePlacement:
 
 
 def _downward(store: TierStore, groups: list[ParamGroup]) -> Iterator[tuple[Chunk, int]]:
-    """Yield the chunks to move down and their tiers; each tier has room once the moves before are done."""
+    """Yield the chunks to move down and their tiers; each tier has room once the earlier moves are done."""
     spare = _spare(store, groups)
     for tier in range(len(store.tiers) - 1):
         chunks = [chunk for group in groups for chunk in group.chunks.values() if chunk.home.tier == tier]
@@ -115,7 +115,7 @@ def _downward(store: TierStore, groups: list[ParamGroup]) -> Iterator[tuple[Chun
 
 
 def _spare(store: TierStore, groups: list[ParamGroup]) -> tuple[int, ...]:
-    """Return the bytes that each tier keeps free: for one group above a disk, and for one gradient to be summed."""
+    """Return the bytes that each tier keeps free: for one group above a disk, and for summing one gradient."""
     sums = [record.numel * 4 for group in groups for record in group.tensors if record.trainable]
     wholes = [sum(chunk.bytes for chunk in group.chunks.values()) for group in groups]
     last = max(sums, default=0)

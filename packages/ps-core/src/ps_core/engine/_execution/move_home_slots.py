@@ -1,4 +1,4 @@
-"""Move home slots to where a plan has them, between passes."""
+"""Move home slots to the plan's places, between passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ps_core.engine._parameters.param_state import ParamGroup
 
 
 def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
-    """Move every home slot to the plan's place; False, and nothing moved, while memory there has live aliases."""
+    """Move every home slot to the plan's place; return False, with nothing moved, while memory there has live
+    aliases.
+    """
     store, residency = engine.store, engine.residency
     if group_with_aliases(plan.order) is not None or not _has_its_places(store, plan):
         return False
@@ -41,7 +43,7 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
 
 
 def _has_its_places(store: TierStore, plan: EnginePlan) -> bool:
-    """Return True if only home slots lie where the plan has its home slots; the caller may then move them there."""
+    """Return True if only home slots lie in the plan's places for home slots, which may then be moved."""
     slots = {id(slot): slot for held in plan.plan.home for slot in (plan.chunk(held.extent).home,)}
     others = list(store.ledger.used_bytes)
     for slot in slots.values():
@@ -55,7 +57,7 @@ def _has_its_places(store: TierStore, plan: EnginePlan) -> bool:
 
 
 def in_place(slot: Slot, held: Held) -> bool:
-    """Return True if a home slot is where the plan has it."""
+    """Return True if a home slot is in the plan's place."""
     return slot.tier == held.tier and (held.tier > 0 or slot.offset in (held.offset, -1))  # -1: there is no arena
 
 
@@ -66,7 +68,7 @@ def _may_move(store: TierStore, chunk: Chunk, held: Held) -> bool:
 
 
 def group_with_aliases(groups: Iterable[ParamGroup]) -> ParamGroup | None:
-    """Return a group whose memory on the compute tier has live aliases and cannot be moved; None if there is none."""
+    """Return a group whose memory on the compute tier has live aliases and cannot be moved; None: there is none."""
     held = (
         group
         for group in groups

@@ -1,7 +1,7 @@
-"""Serve a pass moment by moment, without a plan: the first pass, and whatever no plan foresaw.
+"""Drive a pass moment by moment, without a plan: the first pass, and passes that no plan fits.
 
 The least recently used group is evicted first. Until the peak of non-model bytes is known, only the moment's own groups
-are kept, so that a pass fits whenever one can. Later the room below that peak serves as a cache.
+are kept. So a pass fits if any can. Later the memory below that peak serves as a cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ps_core.engine._parameters.state_transitions import SlotContents
 
 
 class OnDemandDriver:
-    """Fetches groups to the compute tier when a moment needs them."""
+    """Fetch groups to the compute tier when a moment needs them."""
 
     tracked = True
     """True: non-model bytes have to be counted while this drives."""
@@ -35,15 +35,15 @@ class OnDemandDriver:
         """True if the pass that is on is to have a backward pass."""
 
     def begin_pass(self, *, training: bool) -> None:
-        """Note whether the pass that begins is to have a backward pass."""
+        """Note whether a backward pass will follow in the pass that begins."""
         self.training = training
 
     def expect(self, nonmodel_bytes: int | None) -> None:
-        """Note how many non-model bytes the next passes have at most; None: this is not known."""
+        """Store the most non-model bytes of the next passes; None: not known."""
         self.highest_nonmodel_bytes = nonmodel_bytes
 
     def free_optional_bytes(self, needed_bytes: int) -> int:
-        """Free so many bytes of the compute tier that no moment needs; return how many were freed."""
+        """Free up to ``needed_bytes`` of the compute tier that no moment needs; return how many were freed."""
         return 0
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
@@ -87,11 +87,11 @@ class OnDemandDriver:
             raise compute_tier_too_small(self._store, groups, name, total, nonmodel, proven=True)
 
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """Return False: gradients go where they go by themselves."""
+        """Return False: the caller stores the gradient."""
         return False
 
     def finish(self) -> None:
-        """Evict every group that has no live aliases; save the others' newest bytes in their home slots."""
+        """Evict every group that has no live aliases; copy the others' newest bytes to their home slots."""
         for group in list(self.fetched):
             if self._residency.evict(group):
                 del self.fetched[group]

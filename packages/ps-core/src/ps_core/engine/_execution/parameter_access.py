@@ -1,6 +1,6 @@
-"""Bring parameters where a function can read them, and take the gradients that autograd makes of them.
+"""Fetch parameters before a function reads them, and store the gradients that autograd makes of them.
 
-Every use of a managed parameter in forward and backward comes by here; see `_parameters.managed_parameter`.
+Every use of a managed parameter in forward and backward comes through here; see `_parameters.managed_parameter`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._execution.engine_parts import Components
+from ps_core.engine._execution.build_components import Components
 from ps_core.engine._execution.host_embedding_tables import HostTables
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.pass_tracker import PassTracker, moving
@@ -27,7 +27,7 @@ from ps_core.engine._support.interrupts import defer_interrupts
 
 
 class ParameterAccess:
-    """The uses of one engine's parameters, and the arrival of their gradients."""
+    """Handle the uses of one engine's parameters, and the arrival of their gradients."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ParameterAccess:
     # Functions that read parameters.
 
     def call(self, records: list[ParamState], function: Function, args: Any, kwargs: Any) -> Any:
-        """Call a function once these parameters are where it can read them."""
+        """Fetch these parameters, and call the function."""
         self.touch(records)
         if self._stepping.groups:
             self._stepping.check_use(records, opening=function in OPENING)
@@ -75,7 +75,7 @@ class ParameterAccess:
         return result
 
     def _call_with_hooks(self, function: Function, args: Any, kwargs: Any) -> Any:
-        """Call a function under our pair of saved-tensor hooks; another pair finds nothing that may go away."""
+        """Call a function under the engine's saved-tensor hooks; another active pair gets aliases that stay valid."""
         depth = self.saved.depth
         try:
             self.saved.push()
@@ -87,7 +87,7 @@ class ParameterAccess:
             self.saved.pop_to(depth)
 
     def _expose(self, records: list[ParamState], function: Function) -> None:
-        """Note whose memory a call gave away; in backward, only what shows memory as such."""
+        """Note whose memory a call exposed; in backward, only calls that return memory itself."""
         always = function in OPENING
         if always or torch._C._current_graph_task_id() == -1:
             with self._passes.nonmodel.paused():
@@ -123,7 +123,7 @@ class ParameterAccess:
         return record.bound
 
     def check_placeholder(self, storage: torch.UntypedStorage) -> None:
-        """Raise if a storage is what a parameter has while it is elsewhere."""
+        """Raise if a storage is a placeholder of a parameter that is on another tier."""
         for record in self._records:
             if record.placeholder.untyped_storage().data_ptr() == storage.data_ptr():
                 raise UnsupportedParameter(
@@ -159,7 +159,7 @@ class ParameterAccess:
                 passes.current.touched[record.index] = None
 
     def _bind(self, records: list[ParamState]) -> None:
-        """Bind parameters to the newest copies of their groups; begin a moment if the present one is not for them."""
+        """Bind parameters to the newest copies of their groups; begin a new moment if the present one is for others."""
         moment = self._passes.moment
         for record in records:
             group = record.group
@@ -215,7 +215,7 @@ class ParameterAccess:
 
 
 def accept_gradient(parameter: ManagedParameter) -> None:
-    """Post-accumulate-grad hook: hand autograd's gradient to the engine.
+    """Give autograd's gradient to the engine; a post-accumulate-grad hook.
 
     A module-level function, so that the hook holds no reference to the engine, and dropped models are freed.
     """

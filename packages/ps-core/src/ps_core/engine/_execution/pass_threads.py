@@ -1,4 +1,4 @@
-"""Keep all threads but one out of a model's pass; autograd may run its backward pass on threads of its own.
+"""Admit one thread to a model's pass; autograd may run the backward pass on threads of its own.
 
 [Note: threads of a pass]
 For tensors on CUDA autograd runs backward on a thread of the device. Meanwhile the thread that called ``backward()``
@@ -24,11 +24,11 @@ NO_BACKWARD = -1
 """What autograd says where no backward pass runs."""
 FORWARD, BACKWARD = "forward", "backward"
 _FREED_WITHIN_S = 0.2
-"""After an exception a device's thread frees what is left of the pass a little later than the caller goes on."""
+"""Seconds to wait after an exception: a device's thread frees the rest of a pass later than the caller continues."""
 
 
 class PassThreads:
-    """The threads within forward and backward of one model."""
+    """Track the threads within forward and backward of one model."""
 
     def __init__(self) -> None:
         self.inside: dict[str, int] = {}
@@ -44,14 +44,14 @@ class PassThreads:
 
     @property
     def _other_backward(self) -> int | None:
-        """Return the thread of the backward pass that is on; None: there is none."""
+        """Return the thread of the running backward pass; None: there is none."""
         for thread, reports_end in list(self.backward.items()):
             if reports_end() is not None:
                 return thread
         return None
 
     def check(self, what: str) -> None:
-        """Raise if another thread is within a pass; ``what`` this thread does. Nothing is checked within backward."""
+        """Raise if another thread is within a pass; ``what`` this thread does. Do not check within backward."""
         if torch._C._current_graph_task_id() != NO_BACKWARD:
             return
         me = get_ident()
@@ -62,7 +62,7 @@ class PassThreads:
             raise _two_threads(what, BACKWARD, other)
 
     def check_backward(self) -> None:
-        """Raise if another thread is within a pass, so that the backward pass this thread works for may not begin."""
+        """Raise if another thread is within a pass, so that this thread's backward pass may not begin."""
         me = get_ident()
         inside = self.inside.get(FORWARD, me)
         if inside != me and not _calls_backward(sys._current_frames().get(inside)):

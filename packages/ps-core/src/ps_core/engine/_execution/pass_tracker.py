@@ -1,7 +1,7 @@
-"""Track a model's pass, its moment and its driver; leave a plan that does not hold.
+"""Track a model's pass, its moment and its driver; leave a plan that does not fit.
 
-A *pass* begins with the first use of a parameter. It ends with backward or an evaluation, or when something comes that
-cannot belong to it. Between passes every chunk is in its home slot, except copies with live aliases.
+A *pass* begins with the first use of a parameter. It ends with backward, with an evaluation, or before work that cannot
+belong to it. Between passes every chunk is in its home slot, except copies with live aliases.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch.autograd import Variable
 
 from ps_core._errors import DoesNotFit
+from ps_core.engine._execution.build_components import Components
 from ps_core.engine._execution.driver_protocols import PassDriver, Scheduler
-from ps_core.engine._execution.engine_parts import Components
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.pass_threads import FORWARD, PassThreads
 from ps_core.engine._execution.plan_driver import PlanDriver
@@ -44,7 +44,7 @@ _graph_task = torch._C._current_graph_task_id
 
 
 class PassTracker:
-    """The passes of one engine."""
+    """Track the passes of one engine."""
 
     def __init__(
         self,
@@ -87,6 +87,8 @@ class PassTracker:
         """The moment that is on; None between passes, and before a pass's first."""
         self.observer: Callable[[MomentRecord, bool], None] | None = None
         """See `observe`."""
+        self.before_moments: list[Callable[[], None]] = []
+        """Called, and removed, as soon as the pass has a moment."""
 
     def observe(self, observer: Callable[[MomentRecord, bool], None] | None) -> None:
         """Call ``observer`` as each moment ends, with True for a pass's first; None: call nothing."""
@@ -94,28 +96,28 @@ class PassTracker:
 
     @property
     def tracked(self) -> bool:
-        """True if non-model bytes are counted in this pass."""
+        """Return True if non-model bytes are counted in this pass."""
         return self.driver.tracked or self.observer is not None
 
     def add_records(self, records: list[ParamState]) -> None:
-        """Take in parameters that were added to the model; between passes."""
+        """Track parameters that were added to the model; called between passes."""
         self._records.extend(records)
         self._record_of.update({record.index: record for record in records})
 
     def check_writes(self) -> None:
-        """Raise if a parameter was changed in place, which is undone; keep what may be written to exposed memory."""
+        """Raise if a parameter was changed in place, and undo that; keep permitted writes to exposed memory."""
         self._residency.exposed.check()
         for record in self._residency.pop_tampered():
             raise changed_in_place(record.name)
 
     def stop_counting(self) -> None:
-        """Stop counting non-model bytes; see `TensorBytesTracker.stop` for where this has to be done again later."""
+        """Stop counting non-model bytes; `TensorBytesTracker.stop` says when this must be repeated later."""
         if self.counting:
             off = self.nonmodel.stop()
             self.counting = not off or torch._C._current_graph_task_id() != -1
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count it among non-model bytes, although no operator was seen to make it."""
+        """Count a tensor among non-model bytes, although no operator was seen to make it."""
         watched = self.tracked and self.recording is not None
         if watched and tensor.untyped_storage()._cdata not in self._residency.owners:
             self.nonmodel.count(tensor)
@@ -123,9 +125,9 @@ class PassTracker:
     # The root module's forward.
 
     def end_open(self, inputs: Any) -> None:
-        """End a pass that was left open, if a forward that comes now cannot belong to it.
+        """End an open pass if the forward with these ``inputs`` cannot belong to it.
 
-        ``inputs`` are what that forward is called with. They were made while the pass was open, and are not counted.
+        The inputs were made while the pass was open, and are not counted.
         """
         if torch._C._current_graph_task_id() == -1:
             self._task = -1  # whatever became of an earlier backward pass
@@ -138,7 +140,7 @@ class PassTracker:
                     self.nonmodel.forget(tensor)
 
     def enter_forward(self) -> None:
-        """Begin the root module's forward; what is left open was ended by `end_open`."""
+        """Begin the root module's forward; `end_open` has ended what was open."""
         if self.recording is None:
             self._begin(backward=False)
         else:
@@ -164,7 +166,7 @@ class PassTracker:
     # Moments.
 
     def attach(self) -> None:
-        """Find out which pass something belongs to that is touched now, or begin one."""
+        """Find the pass that the present use of a parameter belongs to, or begin one."""
         task, threads = _graph_task(), self.threads
         if task == self._around:
             task = -1
@@ -189,7 +191,7 @@ class PassTracker:
             Variable._execution_engine.queue_callback(reports_end)
 
     def begin_moment(self, records: list[ParamState], gains: list[ParamGroup]) -> None:
-        """End the moment that is on; begin one that reads these parameters, and gets gradients of these groups."""
+        """End the present moment, and begin one that reads these parameters and receives gradients of these groups."""
         recording = self.recording
         assert recording is not None, "there is a pass"
         if self._residency.exposed.bounds:
@@ -222,6 +224,22 @@ class PassTracker:
             group.last_read_moment = self.moment
         for group in gains:
             group.last_grad_moment = self.moment
+        while self.before_moments:
+            self.before_moments.pop(0)()
+
+    # Offloaded activations.
+
+    def make_activation(self, size_bytes: int) -> tuple[PassRecording | None, str]:
+        """Note an offload; return the recording and its name there, which is empty for one that backward makes."""
+        recording = self.recording
+        if recording is None or not recording.moments or _graph_task() != -1:
+            return None, ""
+        return recording, recording.activations.make(size_bytes, len(recording.moments) - 1)
+
+    def take_activation(self, recording: object, name: str) -> None:
+        """Note that an activation is copied back, if it was made in the pass that is on."""
+        if self.recording is not None and recording is self.recording:
+            self.recording.activations.take(name, len(self.recording.moments) - 1)
 
     def _drive(self, records: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         recorder = self._counters.recorder
@@ -256,7 +274,7 @@ class PassTracker:
                 self.nonmodel.start()
 
     def _close_moment(self, *, strict: bool = True) -> list[ParamState]:
-        """End the moment that is on; return the parameters with live aliases, where the pass is recorded.
+        """End the present moment; return the parameters with live aliases, if the pass is recorded.
 
         ``strict``: keep to the budget.
         """
@@ -286,7 +304,7 @@ class PassTracker:
         return held
 
     def _check_budget(self, moment: MomentRecord, *, strict: bool) -> None:
-        """Measure what a moment took of the compute tier. Where that is too much, leave the plan, or raise."""
+        """Measure how much of the compute tier a moment took; if that is too much, leave the plan or raise."""
         needed = self._measure_nonmodel(moment)
         over = needed - self._store.tiers[0].capacity_bytes
         if strict and over > 0 and self.driver.free_optional_bytes(over) < over:
@@ -362,7 +380,7 @@ class PassTracker:
         self.finish(strict=True)
 
     def finish(self, *, strict: bool = False) -> None:
-        """End the pass, if one is on. ``strict``: it went well, and its last moment has to keep to the budget too."""
+        """End the pass, if one is open. ``strict``: it succeeded, so its last moment must keep to the budget too."""
         self._task = self._around = -1
         if self._residency.exposed.bounds:
             self._residency.exposed.check(ended=True)
@@ -375,6 +393,7 @@ class PassTracker:
             sys.exc_info()[0] is not None or (self.current is not None and self.current.backward)
         )
         self.recording = self.current = None
+        self.before_moments.clear()
         self.moment += 1
         try:
             self._return_chunks_home(recording)
@@ -408,7 +427,7 @@ class PassTracker:
 
 
 def _has_saved(records: list[ParamState]) -> bool:
-    """Return True if a saved tensor will want any of the parameters; see `ParamState.handles`."""
+    """Return True if a saved tensor refers to any of the parameters; see `ParamState.handles`."""
     for record in records:  # noqa: SIM110 - `any` of a generator is a call for each parameter
         if sys.getrefcount(record.saved_token) > record.saved_token_uses:
             return True
@@ -419,17 +438,17 @@ def _free_broken_pass() -> None:
     """Free the activations that an exception left alive, if no object of the user's holds them.
 
     A backward pass that raised leaves nodes in autograd's queue of this thread, and with them their graph. The thread's
-    next backward pass frees them, so run one. The frames of an exception may hold one another until they are collected.
+    next backward pass frees them, so run one. An exception's frames may refer to one another until they are collected.
     """
     if torch._C._current_graph_task_id() == -1:
         with torch.inference_mode(False), torch.enable_grad():
-            leaf = torch.zeros((), device="cpu", requires_grad=True)
+            leaf = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
             torch.autograd.grad(leaf.clone(), leaf)
     gc.collect()
 
 
 def moving(records: list[ParamState]) -> list[ParamState]:
-    """Return the parameters that moments are about; a table that stays on the host may not be touched."""
+    """Return the parameters that moments concern: all but tables that stay on the host."""
     found = []
     for record in records:
         if record.group.fixed_tier == HOST:

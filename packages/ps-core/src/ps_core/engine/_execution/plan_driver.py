@@ -1,7 +1,7 @@
-"""Carry out one segment of a plan, moment by moment, as the model gets there.
+"""Carry out one segment of a plan, moment by moment, as the model reaches each.
 
-Which instruction is issued when is in the note on issuing in `_execution.segment_queues`. What an instruction does is
-in `_execution.instruction_executor`. What happens when a plan does not hold is in the note there.
+The note on issuing in `_execution.segment_queues` says when an instruction is issued. `_execution.instruction_executor`
+says what it does, and what happens when a plan does not fit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ps_core.engine._support.counters import Counters
 
 
 class PlanDriver:
-    """Drives one pass, or one step, by one segment of a plan."""
+    """Drive one pass, or one step, by one segment of a plan."""
 
     def __init__(
         self,
@@ -41,7 +41,9 @@ class PlanDriver:
         tracked: bool = False,
         stepping: StepInBackward | None = None,
     ) -> None:
-        """``stepping``: steps groups while backward goes on; None: nothing is stepped before the step segment."""
+        """Make the driver; ``stepping`` steps groups during backward; None: nothing is stepped before the step
+        segment.
+        """
         self.tracked = tracked
         """True: non-model bytes are counted meanwhile."""
         self._segment = plan.segments[segment]
@@ -50,6 +52,8 @@ class PlanDriver:
         self._executor = self._make_executor(plan, self._segment, residency, gradients, counters)
         self.place_gradient = self._executor.place_gradient
         """Puts a gradient where the plan has room for it; returns False if it has none."""
+        self.activations = self._executor.activations
+        """Keeps the offloaded activations that the plan moves."""
         self._begun = 0
         """How many moments of the segment have begun."""
         self._running: Instr | None = None
@@ -77,13 +81,13 @@ class PlanDriver:
         return InstructionExecutor(*parts)
 
     def _uses(self, worker: Worker) -> bool:
-        """True if a worker's thread has work to do in the segment, or still has some of the segments before."""
+        """Return True if a worker's thread has work in this segment, or is still busy with earlier segments."""
         return worker.busy or bool(self._segment.by_queue[Queue.CPU])
 
     # The driver.
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
-        """Begin the next moment, which must be the one that the plan has next."""
+        """Begin the next moment, which must be the plan's next one."""
         if self._store.file is not None:
             self._residency.transfers.check_disk()
         if self._begun >= len(self._segment.moments):
@@ -120,7 +124,7 @@ class PlanDriver:
             self._counters.recorder.leave_plan()
 
     def step(self, settings_of: SettingsOf, factor: float) -> None:
-        """Carry out the step segment; where that breaks off, what was stepped stays so."""
+        """Carry out the step segment; if that breaks off, what was stepped stays stepped."""
         self._executor.prepare_steps(settings_of, factor)
         try:
             self.finish()
@@ -146,7 +150,7 @@ class PlanDriver:
     # Issuing.
 
     def _issue(self, moment: PlannedMoment | None) -> None:
-        """End the moment that is on; issue what the plan has before the next one, or before the end (None)."""
+        """End the present moment; issue the plan's instructions before the next moment, or before the end (None)."""
         if self._running is not None:
             if self._running.id in self._recorded:
                 self._events[self._running.id] = self._device.record(self._running.queue)
@@ -169,7 +173,7 @@ class PlanDriver:
                 self._step_early(instr)
 
     def _step_early(self, instr: Instr) -> None:
-        """Make the steps whose gradients are complete behind an instruction."""
+        """Make the steps whose gradients are complete after an instruction."""
         assert self._stepping is not None, "there are none else"
         if instr.queue is not Queue.CPU and not self._store.synchronous:
             event = self._device.record(instr.queue)
@@ -197,7 +201,7 @@ class PlanDriver:
         self._counters.waited(time.perf_counter() - started)
 
     def _wait_for_worker(self, instr: Instr) -> None:
-        """Wait for the worker's thread, as far as an instruction of a stream needs what it does."""
+        """Wait for the worker's thread, if an instruction of a stream needs its result."""
         events = self._executor.work_before(instr)
         if events:
             started = time.perf_counter()
@@ -206,7 +210,7 @@ class PlanDriver:
             self._counters.waited(time.perf_counter() - started)
 
     def _would_block(self, instr: Instr) -> bool:
-        """Return True if the host thread would have to wait for another thread before it issues an instruction."""
+        """Return True if the host thread would have to wait for another thread before issuing an instruction."""
         if self._executor.is_blocked(instr):
             return True
         if isinstance(instr.op, Reserve) and instr.op.tier:

@@ -1,4 +1,4 @@
-"""Ask the planner for a plan: a recording as a trace, the current tiers and the machine; and explain its errors."""
+"""Request a plan for a recording, the current tiers and the machine; explain the planner's errors."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from ps_core._plan import Tier
 from ps_core._planner.bounds import STEP_TIER
 from ps_core._planner.plan_cache import find_plan_again
 from ps_core._planner.search import Planned, Setup, find_plan
-from ps_core._simulate.machine import Machine
 from ps_core._simulate.machine import machine as find_machine
 from ps_core._trace import Trace
+from ps_core.engine._execution.emulated_machine import SMALL_COMPUTER
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan, lay_groups
-from ps_core.engine._execution.small_computer import SMALL_COMPUTER, emulated_on
 from ps_core.engine._memory.reserved_bytes import with_constant_peak
 from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large, group_too_large
-from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.pass_recording import PassRecording
 
 
 class PlanRequest:
-    """Finds plans for one engine."""
+    """Find plans for one engine."""
 
     def __init__(self, engine: Engine, model_name: str, setup: Setup, options: Options) -> None:
         self._engine, self._model_name, self._setup = engine, model_name, setup
@@ -35,49 +33,35 @@ class PlanRequest:
 
     def find(self, recording: PassRecording, batch: BatchShape, spare_bytes: int) -> EnginePlan:
         """Return the best plan for such passes, with ``spare_bytes`` left free; raise `DoesNotFit` if there is none."""
-        trace, layout, order = self.question(recording, batch, spare_bytes)
-        tiers = self._tiers()
-        machine = self._machine_for(trace, tiers)
-        try:
-            planned = self._find(trace, layout, tiers, machine)
-        except DoesNotFit as error:
-            raise self._explained(error, trace) from None
-        return EnginePlan(planned, machine, order, recording.moments, self._prefetch)
-
-    def question(
-        self, recording: PassRecording, batch: BatchShape, spare_bytes: int
-    ) -> tuple[Trace, Layout, list[ParamGroup]]:
-        """Return the trace and layout to plan for, and the engine's groups in the layout's order."""
         engine = self._engine
         records = [record for record in engine.records if not record.group.pinned]
         groups = [group for group in engine.groups if not group.pinned]
+        engine.activations.release_free()  # the plan has room for them
         constant = engine.constant_bytes + self._waiting_bytes(recording)
         trace = recording.trace(self._model_name, records, engine.groups, constant, batch.tokens)
         if not engine.store.device.overcommits:
             trace = with_constant_peak(trace, spare_bytes)
-        return (trace, *lay_groups(groups, records, trace))
+        layout, order = lay_groups(groups, records, trace)
+        try:
+            planned = self._find(trace, layout, self._tiers())
+        except DoesNotFit as error:
+            raise self._explained(error, trace) from None
+        return EnginePlan(planned, self.machine, order, recording, self._prefetch)
 
     def _waiting_bytes(self, recording: PassRecording) -> int:
-        """Return the bytes of gradients that earlier passes of a step leave on the compute tier, of groups fixed there.
+        """Return the bytes of gradients that a step's earlier passes leave on the compute tier, of groups fixed there.
 
-        A fake pass is the first of a step. One that ran and was recorded is as a rule the last.
+        A fake pass is the first of a step. A recorded one is usually the last.
         """
-        if recording.moments[0].work is None or not self._setup.training or self._setup.accumulate == 1:
+        if not recording.foreseen or not self._setup.training or self._setup.accumulate == 1:
             return 0
         return 4 * sum(group.numel for group in self._engine.groups if group.fixed_tier == 0 and group.trainable)
 
-    def _find(self, trace: Trace, layout: Layout, tiers: tuple[Tier, ...], machine: Machine) -> Planned:
+    def _find(self, trace: Trace, layout: Layout, tiers: tuple[Tier, ...]) -> Planned:
         setup, folder = self._setup, self._folder
         if folder is None:
-            return find_plan(trace, tiers, machine, setup=setup, layout=layout)
-        return find_plan_again(trace, tiers, machine, setup=setup, layout=layout, folder=Path(folder))
-
-    def _machine_for(self, trace: Trace, tiers: tuple[Tier, ...]) -> Machine:
-        """Return the machine to plan for: on an emulated device with room for everything, one without overlap."""
-        if self.machine is not SMALL_COMPUTER or tiers[0].name != "device":
-            return self.machine
-        homes = sum(chunk.bytes for group in self._engine.groups if not group.pinned for chunk in group.chunks.values())
-        return emulated_on(homes, trace.peak_nonmodel_bytes, tiers[0].capacity_bytes)
+            return find_plan(trace, tiers, self.machine, setup=setup, layout=layout)
+        return find_plan_again(trace, tiers, self.machine, setup=setup, layout=layout, folder=Path(folder))
 
     def _explained(self, error: DoesNotFit, trace: Trace) -> DoesNotFit:
         """Return the planner's error with suggestions for users of the engine."""

@@ -1,9 +1,9 @@
-"""Choose the driver of each pass: a plan where there is one for it, else moves on demand; and make the plan.
+"""Choose the driver of each pass: a plan that fits, or moves on demand; and request plans.
 
 [Note: what a plan is good for]
-A plan is made from one recorded pass and serves every batch whose tensors are no larger, training and evaluation
-alike. A larger batch is served on demand, recorded, and planned anew, so that the plan in force is always that of the
-largest batch seen.
+A plan is made from one recorded pass. It serves every batch whose tensors are no larger, training and evaluation alike.
+A larger batch is served on demand, recorded, and planned anew. So the present plan is always that of the largest batch
+seen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.lower_home_slots import HomePlacement
-from ps_core.engine._execution.no_plan import ResidentDriver
+from ps_core.engine._execution.passes_without_plan import ResidentDriver
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._memory.reserved_bytes import bytes_to_reserve
@@ -48,7 +48,7 @@ _WATCHED_EVERY = 32
 
 
 class PlanScheduler:
-    """Plans for one engine, and chooses the driver of its passes."""
+    """Plan for one engine, and choose the driver of its passes."""
 
     def __init__(
         self,
@@ -99,38 +99,38 @@ class PlanScheduler:
 
     @property
     def training(self) -> bool:
-        """True if the model has an optimizer."""
+        """Return True if the model has an optimizer."""
         return self._setup.training
 
     @property
     def moments(self) -> int:
         """Moments of the planned pass."""
-        return 0 if self._plan is None else len(self._plan.moments)
+        return 0 if self._plan is None else len(self._plan.recording.moments)
 
     @property
     def planned(self) -> Planned | None:
-        """The plan in force, with its program."""
+        """Return the present plan, with its program."""
         return None if self._plan is None else self._plan.planned
 
     @property
     def plan(self) -> Plan | None:
-        """The instructions of the plan in force."""
+        """Return the instructions of the present plan."""
         return None if self._plan is None else self._plan.plan
 
     @property
     def planned_step_s(self) -> float:
-        """As predicted; 0 without a plan."""
+        """Return the predicted seconds of a step; 0 without a plan."""
         return 0.0 if self._plan is None else self._plan.planned.prediction.step_time_s
 
     @property
     def _passes_of_step(self) -> int:
-        """Number of passes that have brought gradients since the last step."""
+        """Return the number of passes that have made gradients since the last step."""
         return self._engine.passes.gradient_passes - self._before_step
 
     # Passes.
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Look at the arguments of the root module's call; foresee the first pass from them."""
+        """Look at the root module's arguments; estimate the first pass from them."""
         if not self._engine.store.synchronous:
             self._recover()
         if self._engine.stepping.groups and torch.is_grad_enabled():
@@ -144,7 +144,7 @@ class PlanScheduler:
             self._tried = True  # now: who interrupted it may want it at the next attempt
 
     def _batch_of(self, args: Any, kwargs: Any) -> BatchShape:
-        """Look at the arguments of a call; as a rule they are as those of the call before."""
+        """Return the shape of a call's arguments; usually they are as in the call before."""
         key: list[Any] = []
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor):
@@ -157,7 +157,7 @@ class PlanScheduler:
 
     @defer_interrupts_installing
     def _recover(self) -> None:
-        """If the device ran out of memory since the last pass, plan again with more bytes left free."""
+        """Plan again with more bytes left free, if the device ran out of memory since the last pass."""
         store, missing_bytes = self._engine.store, self._engine.store.device.take_failed_bytes()
         if missing_bytes:
             self._batch = self._served = None  # nothing is to be learned from a pass that broke off
@@ -242,12 +242,12 @@ class PlanScheduler:
         )
 
     def _is_watched(self) -> bool:
-        """Return True if a pass by the plan has its non-model bytes counted."""
+        """Return True if the non-model bytes of a planned pass are counted."""
         self._replayed += 1
         return self._estimated or self._replayed % _WATCHED_EVERY == 0
 
     def _make_way(self, training: bool) -> None:
-        """Leave a pass that the plan is not for as much room as it would have without one, unless it needs less."""
+        """Free as much memory for an unplanned pass as it would have without a plan, unless it needs less."""
         known = None if training else self._evaluated
         if known is None or not known[0].covers(self._served):
             self._homes.move_down()
@@ -268,18 +268,18 @@ class PlanScheduler:
         return ""
 
     def forget_plan(self) -> None:
-        """Drop the plan, because groups change, and move home slots off the compute tier: a first pass is next."""
+        """Drop the plan, because groups change; move home slots off the compute tier, for a first pass."""
         self._homes.move_down()
         self._plan = self._found = self._source = None
         self._tried = self._estimated = self._recorded = self._measured = False
 
     def plan_abandoned(self) -> None:
-        """Note that a pass left the plan in force."""
+        """Note that a pass left the present plan."""
         if self._plan is not None:
             self._homes.plan_abandoned(self._plan)
 
     def observe(self, recording: PassRecording) -> None:
-        """Remember a recorded pass, if a plan is to be made from it."""
+        """Keep a recorded pass, if a plan is to be made from it."""
         batch, self._served = self._served, None
         if self._engine.passes.broke_off and self._plan is None and self._found is None:
             self._tried = False  # the next pass is a first one again
@@ -296,21 +296,21 @@ class PlanScheduler:
         if not self._engine.passes.tracked or not recording.complete:
             return
         if recording.training is not self._setup.training:
-            peak = max(moment.nonmodel_bytes for moment in recording.moments) + self._engine.constant_bytes
+            peak = recording.peak_nonmodel_bytes + self._engine.constant_bytes
             self._evaluated = batch, peak
             return
         if self._plan is None or self._estimated or not self._planned_for.covers(batch):
             self._found = recording, batch
 
     def _is_wrong(self, recording: PassRecording) -> bool:
-        """Return True if the pass differs from its estimate; a pass that broke off does not get here."""
+        """Return True if the pass differs from its estimate; not called for a pass that broke off."""
         assert self._plan is not None, "there is an estimate"
-        return not (recording.regular or begins_like_estimate(recording, self._plan.moments))
+        return not (recording.regular or begins_like_estimate(recording, self._plan.recording))
 
     # Steps.
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
-        """Carry out the plan's step, if it is the step that is wanted."""
+        """Carry out the plan's step, if that is the requested step."""
         plan, homes = self._plan, self._homes
         if homes.displaced and (plan is None or not homes.move_to_plan(plan)):
             homes.move_down()
@@ -352,13 +352,13 @@ class PlanScheduler:
     # Planning.
 
     def maybe_replan(self) -> None:
-        """Plan, if a pass was recorded that there is no plan for."""
+        """Make a plan, if a pass was recorded that has none."""
         self._before_step = self._engine.passes.gradient_passes
         if self._found is None or all(group.pinned for group in self._engine.groups):
             return
         recording, batch = self._found
         self._found = None
-        if self._estimated and self._plan is not None and matches_estimate(recording, self._plan.moments):
+        if self._estimated and self._plan is not None and matches_estimate(recording, self._plan.recording):
             self._estimated, self._recorded = False, True
             return
         if not self._adopt(recording, batch):
@@ -369,13 +369,15 @@ class PlanScheduler:
         self._estimated, self._recorded = False, True
 
     def _adopt(self, recording: PassRecording, batch: BatchShape) -> bool:
-        """Plan from these moments and have everything where the plan wants it; False: not possible now."""
+        """Plan from these moments and move everything to the plan's places; return False if that is not possible
+        now.
+        """
         started = time.monotonic()
         plan = self._asking.find(recording, batch, self._spare_bytes)
         if not self._put_in_force(plan, recording, batch):
             return False
         self._say(
-            f"{self._model_name}: planned {len(plan.moments)} moments of {len(plan.order)} groups in "
+            f"{self._model_name}: planned {len(plan.recording.moments)} moments of {len(plan.order)} groups in "
             f"{time.monotonic() - started:.1f} s; {plan.planned.prediction.step_time_s:.3g} s a step are predicted for "
             f"{self._asking.machine.name}"
         )
@@ -389,6 +391,7 @@ class PlanScheduler:
     def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
         if not self._homes.move_to_plan(plan):
             return False
+        self._engine.store.device.trim_host()
         self._engine.store.ledger.note_foreseen(0)
         self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
         return True

@@ -1,4 +1,4 @@
-"""Refuse what a managed model may not be used for now: it was released, or has other values than its own."""
+"""Refuse uses that a managed model does not permit now: after its release, or with substituted values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ps_core.engine._memory.tier_store import TierStore
 
 
 class Usability:
-    """What one model may not be used for now, and why."""
+    """Track what one model may not be used for now, and why."""
 
     def __init__(self, store: TierStore) -> None:
         self._store = store
@@ -32,7 +32,7 @@ class Usability:
         self.averaged = on
 
     def mark_half_loaded(self, what: str) -> None:
-        """Refuse to train while values are replaced by ``what``, or if that failed; empty: it is done."""
+        """Refuse to train while ``what`` replaces values, or after it failed; an empty text: it is done."""
         self.half_loaded = what
         self._update()
 
@@ -45,7 +45,7 @@ class Usability:
         self.refuses = self.released or self.materializing or bool(self.half_loaded) or self._store.file is not None
 
     def check(self, *, loading: bool = False) -> None:
-        """Raise where nothing may be trained; ``loading``: all values are about to be replaced."""
+        """Raise if training is not allowed; ``loading``: all values are about to be replaced."""
         self._store.check_process()
         self.check_kept()
         if self.materializing:
@@ -55,12 +55,20 @@ class Usability:
                 f"{self.half_loaded} failed half way, so that parameters are a mixture of old and new: load a sound one"
             )
 
+    def check_not_materialized(self, what: str) -> None:
+        """Raise inside a block of `materialized`, at whose end parameters are managed again."""
+        if self.materializing:
+            raise InvalidInput(
+                f"{what} inside a block of materialized(...): call it after the block; for more parameters, or for "
+                "changes that are to be kept, give names= and write=True to the one block"
+            )
+
     def check_kept(self) -> None:
         """Raise if the model was released."""
         if self.released:
             raise InvalidInput("this model was released: call chunked(...) again, and use the optimizer it returns")
 
     def check_not_averaged(self, what: str) -> None:
-        """Raise inside the block of `WeightAverage.applied`, after which masters and averages change places again."""
+        """Raise inside the block of `WeightAverage.applied`, at whose end masters and averages are exchanged again."""
         if self.averaged:
             raise InvalidInput(f"inside applied() the model has averages for weights: {what} after the block")

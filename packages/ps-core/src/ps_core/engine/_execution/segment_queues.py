@@ -1,14 +1,14 @@
-"""One segment of a plan by queue, and in which order its instructions are issued.
+"""Store one segment of a plan by queue, and choose the order in which its instructions are issued.
 
 [Note: issuing]
-An instruction is issued as soon as all it waits for has been: it is then put on its queue's stream behind the events
-of what it waits for on other queues. So moves are issued as early as the plan allows, whatever moment they are for.
-A moment is special: it is issued when the model begins it, and is over when the next one begins. Work of the CPU's
-queue is done by a thread of its own, where there is one, or by the host thread when its turn comes.
+An instruction is issued as soon as all it waits for was issued. It is put on its queue's stream, behind the events on
+other queues that it waits for. So moves are issued as early as the plan allows, for any moment. A moment is different:
+it is issued when the model begins it, and is over when the next one begins. Work of the CPU's queue is done by a thread
+of its own, where there is one. Otherwise the host thread does it in order.
 
-So what is issued before which moment is known from the plan alone, and worked out once. Only where there are other
-threads (for the disk, or for the CPU's queue) does it depend on what they have done by then: a stream cannot wait for a
-thread, so the host thread passes over what it would have to wait for, until a moment needs it.
+So the plan alone says what is issued before which moment. This is worked out once, unless there are other threads (for
+the disk, or for the CPU's queue). Then it depends on what these have done by then. A stream cannot wait for a thread,
+so the host thread would have to wait. It skips such an instruction until a moment needs it.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class PlannedMoment:
     gains: frozenset[int]
     """Groups that may get gradients, by the engine's numbers."""
     uses: tuple[SlotUse, ...]
+    activations: tuple[tuple[str, int], ...]
+    """Offloaded activations that are made or taken back here: their names, and the plan's numbers of their slots."""
     nonmodel_bytes: int
 
 
@@ -81,10 +83,10 @@ class SegmentQueues:
 
 
 class IssueOrder:
-    """Issues each instruction as soon as all it waits for was; see [Note: issuing]."""
+    """Issue each instruction as soon as all it waits for was issued; see [Note: issuing]."""
 
     def __init__(self, segment: SegmentQueues, blocks: Callable[[Instr], bool]) -> None:
-        """``blocks``: True if the host thread would have to wait for another thread before it issues an instruction."""
+        """Start; ``blocks``: True if the host thread would have to wait for a thread before issuing an instruction."""
         self._segment, self._blocks = segment, blocks
         self._at = dict.fromkeys(Queue, 0)
         self._done: set[int] = set()
@@ -92,7 +94,7 @@ class IssueOrder:
         self._visit = -1
 
     def before(self, moment: PlannedMoment | None) -> Iterator[Instr]:
-        """Yield what is to be issued before a moment begins, or until the segment ends (None)."""
+        """Yield the instructions to issue before a moment begins, or until the segment ends (None)."""
         if self._running is not None:
             self._done.add(self._running.instr.id)
         self._running = moment

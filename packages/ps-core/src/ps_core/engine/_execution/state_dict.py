@@ -1,4 +1,4 @@
-"""Answer for one engine's parameters while the model's state dicts are made, or loaded."""
+"""Copy one engine's parameters while the model's state dicts are made, and write them while one is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 
 class StateDicts:
-    """Gives copies of parameters while a state dict is made; writes to parameters while one is loaded."""
+    """Return copies of parameters while a state dict is made; write to parameters while one is loaded."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class StateDicts:
         end_pass: Callable[[], None],
         check_writes: Callable[[], None],
     ) -> None:
-        """``read`` copies a parameter as it is computed with; ``write`` replaces its master; see also `Engine`."""
+        """Begin; ``read`` copies a parameter in its computed type; ``write`` replaces its master; see also `Engine`."""
         self._masters, self._read, self._write = masters, read, write
         self._end_pass, self._check_writes = end_pass, check_writes
         self.copies = StateCopies()
@@ -42,7 +42,7 @@ class StateDicts:
         """True while a state dict is made or loaded, or if one was broken off: then call `forget`."""
 
     def begin_making(self) -> None:
-        """Begin a module's state dict, perhaps within another one: parameters answer with copies."""
+        """Begin a module's state dict, perhaps within another one: parameters are read as copies."""
         if not self._making:
             self._end_pass()
             self._check_writes()
@@ -58,7 +58,7 @@ class StateDicts:
             self.open = self._loading is not None
 
     def begin_loading(self, module: object, missing: object) -> None:
-        """Begin to load a module's state dict, perhaps as a part of a larger one: parameters may be copied to.
+        """Begin to load a module's state dict, perhaps as a part of a larger one: parameters may be written.
 
         ``missing``: PyTorch's list of missing keys, which is one object for all modules of a load.
         """
@@ -77,12 +77,12 @@ class StateDicts:
         self._masters.weights_loaded()
 
     def forget(self) -> None:
-        """End a state dict, made or loaded, whatever became of it: nothing of it is answered with any more."""
+        """End a state dict that was made or loaded, successfully or not: parameters are read normally again."""
         self._making, self._loading, self.open = 0, None, False
         self.copies.finish()
 
     def copy_of(self, record: ParamState) -> torch.Tensor | None:
-        """Return a copy for the state dict that is being made; None: none is."""
+        """Return a copy for the state dict under construction; None: there is none."""
         if self._making <= 0:
             return None
         copy = self.copies.get(record)
@@ -92,7 +92,7 @@ class StateDicts:
             return self.copies.add(record, self._read(record))
 
     def load(self, record: ParamState, value: torch.Tensor) -> bool:
-        """Replace a parameter by its value in the state dict that is loaded; False: none is.
+        """Replace a parameter by its value in the state dict being loaded; return False if none is being loaded.
 
         A master that rounds to the value stays.
         """
@@ -108,7 +108,7 @@ class StateDictHooks:
     """The hooks on one model through which PyTorch makes and loads its state dicts."""
 
     def __init__(self, model: nn.Module, state_dicts: StateDicts, first: str) -> None:
-        """``first``: a parameter's name, for the error of who copies the model, and so these hooks and the engine."""
+        """Make the hooks; ``first``: a parameter's name, for the error when the model or its hooks are copied."""
         self._model, self._state_dicts = weakref.ref(model), state_dicts
         self._first, self._name = first, type(model).__name__
         self._handles: list[RemovableHandle] = []
@@ -161,8 +161,9 @@ class StateDictHooks:
 
 
 def no_copies(name: str, model: str) -> UnsupportedParameter:
-    """Return the error of who copies a model or its hooks, of which one parameter's ``name`` is told."""
+    """Return the error for copying a model or its hooks; ``name``: one parameter's, for the message."""
     return UnsupportedParameter(
         f"{name!r} and all of this {model} is under management and cannot be copied or pickled: save "
-        "model.state_dict(), copy.deepcopy(model) inside `with materialized(model):`, or release(model) first"
+        "model.state_dict(), copy.deepcopy(model) inside `with materialized(model):`, or release(model) first; for a "
+        "moving average of the weights use WeightAverage(model)"
     )

@@ -1,4 +1,4 @@
-"""Read and write what ``parameter.grad`` is: stored gradients, between passes, wherever they are."""
+"""Read and write ``parameter.grad``: stored gradients, between passes, on any tier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {GradientPlace.IN_ACCUMULATOR: Kind.ACC}
 
 
 class UserGradients:
-    """The gradients of one engine, as its parameters show them."""
+    """Give access to one engine's gradients through its parameters."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class UserGradients:
         self._gradients.scale(record, factor)
 
     def read_gradient(self, record: ParamState) -> torch.Tensor:
-        """Copy the stored gradient to the compute tier, in fp32 and times its factor; its move is counted."""
+        """Copy the stored gradient, times its factor, to the compute tier in fp32; the move is counted."""
         self._gradients.check_summed(record)
         self._finish_pass()
         store, own = self._residency.store, record.own_gradient
@@ -105,7 +105,7 @@ class UserGradients:
             raise compute_tier_too_small(store, [record.group], what, needed, size, proven=True, whole=True)
 
     def write_gradient(self, record: ParamState, value: torch.Tensor) -> None:
-        """Replace the stored gradient by a tensor in fp32, unrounded: what 16 bits would round becomes a sum."""
+        """Replace the stored gradient by an fp32 tensor, unrounded; if 16 bits cannot hold it, store it as a sum."""
         self._gradients.replaced(record, value)
         self._deciding.forget()
         rounded = value.to(record.dtype)

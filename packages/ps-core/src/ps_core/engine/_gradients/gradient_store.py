@@ -1,10 +1,10 @@
 """Store gradients: in the weight slots, in fp32 sums, or for a while in the tensors that autograd made.
 
 [Note: over the weight]
-In 16-bit training without accumulation a gradient is written over its weight, and so costs no memory. That is right
-only once nothing reads the weight before the step: no saved tensor, and no alias of its memory. Until then the gradient
-stays in autograd's tensor. A forward pass may want the weight back before the step. Then the gradient moves into an
-fp32 sum, and the weight is rebuilt from its master, which is unchanged.
+In 16-bit training without accumulation a gradient is written over its weight. So it costs no memory. That is right only
+once nothing reads the weight before the step: no saved tensor, no alias of its memory. Until then the gradient stays in
+autograd's tensor. A forward pass may need the weight before the step. Then the gradient moves into an fp32 sum, and the
+weight is rebuilt from its master, which is unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def concatenate(records: Sequence[ParamState]) -> torch.Tensor:
 
 
 class GradientStore:
-    """The gradients of one engine, wherever they are."""
+    """Store and read the gradients of one engine, wherever they are."""
 
     def __init__(self, residency: Residency, *, overwrites: bool) -> None:
         self._residency = residency
@@ -72,11 +72,13 @@ class GradientStore:
             self.measure(record)  # while it is in the processor's caches
 
     def _keeps_own_tensor(self, record: ParamState) -> bool:
-        """True if a gradient that cannot go into the weight slot stays, and is summed, in its own tensor."""
+        """Return True if a gradient that cannot go into the weight slot stays, and is summed, in its own tensor."""
         return self._one_tier or record.group.fixed_tier == 0
 
     def write_over_weight(self, record: ParamState) -> bool:
-        """Write a gradient from its own tensor over the weight; False: the weight may be read, or is elsewhere."""
+        """Write a gradient from its own tensor over the weight; return False while the weight is elsewhere or
+        needed.
+        """
         return record.own_gradient is not None and self._write_over_weight(record, record.own_gradient)
 
     def _write_over_weight(self, record: ParamState, gradient: torch.Tensor) -> bool:
@@ -97,12 +99,14 @@ class GradientStore:
         return True
 
     def pending_overwrites(self) -> list[ParamState]:
-        """Return the parameters whose gradients are to go over their weights as soon as nothing reads these."""
+        """Return the parameters whose gradients are to overwrite their weights once nothing reads these."""
         self.pending = {record: None for record in self.pending if record.overwrite_pending}
         return list(self.pending)
 
     def end_overwrites(self) -> None:
-        """End a backward pass: gradients that still cannot go over weights go into the sums, or stay (one tier)."""
+        """End a backward pass: move gradients that still cannot overwrite weights to the sums, or keep them (one
+        tier).
+        """
         for record in self.pending_overwrites():
             if not self._keeps_own_tensor(record):
                 self.move_to_accumulator(record)
@@ -111,7 +115,7 @@ class GradientStore:
         self.pending.clear()
 
     def add(self, record: ParamState, gradient: torch.Tensor) -> None:
-        """Add a gradient to the one before in fp32; the first one begins the sum."""
+        """Add a gradient to the earlier one in fp32; the first one begins the sum."""
         if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
             self.restore_weights(record.group)
         if record.factor != 1.0:
@@ -124,7 +128,7 @@ class GradientStore:
         self.sums.add(record, gradient)
 
     def apply_factor(self, record: ParamState) -> None:
-        """Multiply the gradient so far by its factor, because the factor is not for what is added next."""
+        """Multiply the gradient by its factor, which does not apply to gradients that are added later."""
         factor, record.factor = record.factor, 1.0
         if factor == 1.0 or record.gradient is GradientPlace.NONE:
             return
@@ -182,13 +186,13 @@ class GradientStore:
             self.sums.add_run([record], flat[record.piece], slot, launch)
 
     def _tier_of_sums(self, group: ParamGroup) -> int:
-        """Return the tier for sums that no plan knows of: that of the master, which the step reads with them."""
+        """Return the tier for sums that no plan contains: that of the master, which the step reads with them."""
         return group.chunks[Kind.P32].home.tier
 
     # The weight again.
 
     def restore_weights(self, group: ParamGroup) -> None:
-        """Rebuild every weight of a group; gradients in their place move to sums or tensors of their own."""
+        """Rebuild every weight of a group; move the gradients in their place to sums or own tensors."""
         over = [record for record in group.tensors if record.gradient is GradientPlace.IN_WEIGHT_SLOT]
         lost = [record for record in group.tensors if record.contents is SlotContents.UNDEFINED]
         self._residency.transfers.at_home(group.weight_chunk)
@@ -211,10 +215,10 @@ class GradientStore:
             record.staged_factor *= factor
 
     def check_summed(self, record: ParamState) -> None:
-        """Do nothing: there is no sum over ranks that could be on its way."""
+        """Do nothing: one process waits for no sum over ranks."""
 
     def replaced(self, record: ParamState, value: torch.Tensor) -> None:
-        """Do nothing: there are no other ranks that have to write the same."""
+        """Do nothing: there are no other ranks that have to write the same value."""
 
     def forget_left_over(self, records: Iterable[ParamState]) -> None:
         """Do nothing: only one of several ranks keeps gradients that no other rank knows of."""
@@ -264,7 +268,7 @@ class GradientStore:
         return [self.measure(record) if record.norm_part is None else record.norm_part for record in records]
 
     def _slot_over(self, group: ParamGroup) -> Slot:
-        """Return the slot with a group's gradients that are over their weights."""
+        """Return the slot with a group's gradients that were written over their weights."""
         chunk = group.weight_chunk
         return chunk.home if not chunk.home_is_stale and chunk.home.place is None else chunk.source()
 
@@ -299,7 +303,7 @@ class GradientStore:
         spans: list[tuple[int, int]],
         launch: Launch | None = None,
     ) -> None:
-        parts = torch.zeros(len(spans), 2, device=flat.device)
+        parts = torch.zeros(len(spans), 2, dtype=torch.float32, device=flat.device)
         measure = partial(ps_kernels.sumsq_finite, flat, parts, spans=spans)
         if launch is None:
             measure()
@@ -310,7 +314,7 @@ class GradientStore:
 
 
 def _batches_of(records: list[ParamState]) -> Iterator[list[ParamState]]:
-    """Yield small gradients in order, as many at a time as may be concatenated."""
+    """Yield runs of small gradients, in order, each small enough to concatenate."""
     piece: list[ParamState] = []
     numel = 0
     for record in records:
@@ -324,6 +328,6 @@ def _batches_of(records: list[ParamState]) -> Iterator[list[ParamState]]:
 
 def measured_spans(flat: torch.Tensor, spans: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
     """Return the sum of squares and the non-finite flag of each span of a vector, measured in one call."""
-    parts = torch.zeros(len(spans), 2, device=flat.device)
+    parts = torch.zeros(len(spans), 2, dtype=torch.float32, device=flat.device)
     ps_kernels.sumsq_finite(flat, parts, spans=spans)
     return parts.unbind()

@@ -1,4 +1,4 @@
-"""Add gradients to fp32 sums, which are in home slots: on the host as a rule."""
+"""Add gradients to fp32 sums, which are in home slots, usually on the host."""
 
 from __future__ import annotations
 
@@ -35,24 +35,29 @@ def flatten(record: ParamState, gradient: torch.Tensor) -> torch.Tensor:
 
 def measured(flat: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares and the non-finite flag of a vector, on its device."""
-    part = torch.zeros(2, device=flat.device)
+    part = torch.zeros(2, dtype=torch.float32, device=flat.device)
     if flat.numel():
         ps_kernels.sumsq_finite(flat, part)
     return part
 
 
+def _room_for_sum(record: ParamState) -> torch.Tensor:
+    """Allocate host memory for the fp32 sum of one parameter's gradients; its bytes are not set."""
+    return torch.empty(record.numel, dtype=torch.float32, device="cpu")
+
+
 class GradientSums:
-    """The fp32 sums of one engine's gradients."""
+    """Manage the fp32 sums of one engine's gradients."""
 
     def __init__(self, residency: Residency, tier_of_sums: Callable[[ParamGroup], int]) -> None:
-        """``tier_of_sums``: returns the tier for sums that no plan knows of."""
+        """Make the sums; ``tier_of_sums`` returns the tier for sums that no plan contains."""
         self._residency, self._store = residency, residency.store
         self._tier_of_sums = tier_of_sums
         self.unplanned = False
         """True once there was an accumulator that no plan knows of."""
 
     def accumulator(self, group: ParamGroup) -> Chunk:
-        """Return the chunk of a group's fp32 sums; one that the plan does not know of is made now."""
+        """Return the chunk of a group's fp32 sums; make it if no plan contains it."""
         chunk = group.chunks.get(Kind.ACC)
         if chunk is None:
             slot = self._store.reserve(self._tier_of_sums(group), group.shard_numel * 4)
@@ -84,9 +89,9 @@ class GradientSums:
         return staged
 
     def _add_in_pieces(self, record: ParamState, flat: torch.Tensor, chunk: Chunk, tier: int) -> None:
-        """Add to sums whose tier is full, through a small buffer outside the budget, as the disk's buffers are."""
+        """Add to sums whose tier is full, through a small buffer outside the budget, like the disk's buffers."""
         fresh, on_disk = record.gradient is not GradientPlace.IN_ACCUMULATOR, chunk.home.place is not None
-        total = torch.empty(record.numel) if on_disk and fresh else self._residency.vector(record, Kind.ACC)
+        total = _room_for_sum(record) if on_disk and fresh else self._residency.vector(record, Kind.ACC)
         buffer = self._store.device.host(_PIECE_NUMEL * flat.itemsize)
         for start in range(0, flat.numel(), _PIECE_NUMEL):
             part = slice(start, start + _PIECE_NUMEL)
@@ -99,13 +104,13 @@ class GradientSums:
         record.norm_part = measured(total) if on_disk else None
 
     def add_home(self, record: ParamState, flat: torch.Tensor, chunk: Chunk) -> None:
-        """Add a vector to the parameter's part of the sums; the vector is on the tier that works on the home slot."""
+        """Add a vector to the parameter's part of the sums, on the tier that works on the home slot."""
         if chunk.home.place is None:
             queue = Queue.CPU if chunk.home.tier else Queue.COMPUTE
             self.add_run([record], flat, chunk.home, partial(self._residency.transfers.do_now, queue))
             return
         fresh = record.gradient is not GradientPlace.IN_ACCUMULATOR
-        total = torch.empty(record.numel) if fresh else self._residency.vector(record, Kind.ACC)
+        total = _room_for_sum(record) if fresh else self._residency.vector(record, Kind.ACC)
         self._sum_into(total, flat, record, fresh=fresh)
         self._residency.replace(record, Kind.ACC, total)
         record.mark_summed()
@@ -122,7 +127,7 @@ class GradientSums:
             ps_kernels.accumulate(sums, flat)
 
     def add_run(self, records: list[ParamState], flat: torch.Tensor, slot: Slot, launch: Launch) -> None:
-        """Add the gradients of neighbours to their sums; either all have sums already, or none has."""
+        """Add the gradients of adjacent parameters to their sums; either all have sums already, or none has."""
         first, group = records[0], records[0].group
         start = first.piece.start
         target = slot.flat(torch.float32, group.shard_numel)[start : start + flat.numel()]

@@ -1,4 +1,4 @@
-"""Keep the loss scale of fp16 training, with the interface of ``torch.amp.GradScaler``.
+"""Manage the loss scale of fp16 training, with the interface of ``torch.amp.GradScaler``.
 
 No pass over gradients is added: the norm is measured anyway, and the step divides by the scale.
 """
@@ -78,7 +78,7 @@ class LossScale:
 
 
 class Scaled(Protocol):
-    """The optimizer, as `Scaler` sees it."""
+    """Protocol of the optimizer, as `Scaler` uses it."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to call backward on."""
@@ -88,13 +88,13 @@ class Scaled(Protocol):
 
 
 class Scaler:
-    """``optimizer.scaler``, for code that expects a ``GradScaler``; without a loss scale its methods change nothing."""
+    """Give code that expects a ``GradScaler`` its methods; without a loss scale they change nothing."""
 
     def __init__(self, optimizer: Scaled, loss_scale: LossScale | None) -> None:
         self._optimizer, self._loss_scale = optimizer, loss_scale
 
     def is_enabled(self) -> bool:
-        """True if the loss is scaled."""
+        """Return True if the loss is scaled."""
         return self._loss_scale is not None
 
     def get_scale(self) -> float:
@@ -106,7 +106,7 @@ class Scaler:
         return self._optimizer.scale(outputs)
 
     def unscale_(self, optimizer: object) -> None:
-        """Do nothing: gradients never show the scale."""
+        """Do nothing: gradients are read without the scale."""
         self._check(optimizer)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,14 @@
-"""Stand for ``param.grad`` of a managed parameter, without memory: norms and factors are known, the rest is computed.
+"""Represent ``param.grad`` of a managed parameter without memory: norms and factors are known, the rest is computed.
 
-The gradient itself is in a chunk, perhaps on another tier, perhaps over its weight. Its norm is known, and a factor
-is kept until the step applies it. So every form of ``clip_grad_norm_`` works, and costs no pass over gradients. Any
-other operator gets a copy of the gradient on the compute tier. An operator that changes the gradient in place changes
-that copy, which is then stored in the gradient's place.
+The gradient itself is in a chunk, perhaps on another tier, perhaps over its weight. Its norm is known, and a factor is
+kept until the step applies it. So every form of ``clip_grad_norm_`` works, and costs no pass over gradients. Any other
+operator gets a copy of the gradient on the compute tier. An operator that changes the gradient in place changes that
+copy, which is then stored in the gradient's place.
 
 [Note: in which type]
-Operators get the gradient in the parameter's type, as PyTorch's would be. A copy that is changed in place stays in fp32
-where 16 bits do not hold the gradient: where it is a sum of several passes, was multiplied, or has a loss scale. So
-what is computed does not depend on where the gradient is.
+Operators get the gradient in the parameter's type, as with PyTorch. A copy that is changed in place stays in fp32 if 16
+bits do not hold the gradient. That is so for a sum of several passes, after a multiplication, and with a loss scale. So
+results do not depend on where the gradient is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COPYING = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "__deepcopy__
 
 
 class GradientAccess(Protocol):
-    """The engine that stores the gradient, as `ManagedGrad` sees it."""
+    """Protocol of the engine that stores the gradient, as `ManagedGrad` uses it."""
 
     def gradient_norm(self, record: ParamState) -> float:
         """Return the 2-norm of the stored gradient times its factor."""
@@ -75,7 +75,7 @@ class ManagedGrad(torch.Tensor):
         views: tuple[View, ...] = (),
         like: torch.Tensor | None = None,
     ) -> ManagedGrad:
-        """Make a tensor without storage; the parameter must have a gradient. ``like``: has a view's shape."""
+        """Make a tensor without storage; the parameter must have a gradient. ``like`` has a view's shape."""
         shape, strides = (record.shape, None) if like is None else (like.shape, like.stride())
         self: ManagedGrad = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=record.dtype, device=record.parameter.device
@@ -86,12 +86,12 @@ class ManagedGrad(torch.Tensor):
 
     @property
     def root(self) -> ManagedGrad:
-        """The gradient that ``parameter.grad`` returned."""
+        """Return the gradient that ``parameter.grad`` returned."""
         return self if self._root is None else self._root
 
     @property
     def is_whole(self) -> bool:
-        """True if this is no view of a part of the gradient."""
+        """Return True if this is all of the gradient, not a view of a part."""
         return not self._views
 
     def view_by(self, views: tuple[View, ...] = (), like: torch.Tensor | None = None) -> ManagedGrad:
@@ -115,12 +115,12 @@ class ManagedGrad(torch.Tensor):
         self._gradients.scale_gradient(self._record, factor)
 
     def check_current(self) -> None:
-        """Raise `InvalidInput` if the gradient is not there any more."""
+        """Raise `InvalidInput` if the parameter does not have this gradient any more."""
         if getattr(self._record, "grad_proxy", self.root) is not self.root:
             self.refuse("an operation", "that gradient was stepped or forgotten; read parameter.grad again")
 
     def base(self) -> torch.Tensor:
-        """Copy all of the gradient, in the type of [Note: in which type] for changes in place."""
+        """Copy all of the gradient, in the type that [Note: in which type] says for changes in place."""
         self.check_current()
         value = self._gradients.read_gradient(self._record).contiguous()
         value = value.div_(self._scale) if self._scale != 1.0 else value
@@ -130,13 +130,13 @@ class ManagedGrad(torch.Tensor):
         return rounded if same else value
 
     def seen(self, base: torch.Tensor) -> torch.Tensor:
-        """Return this view of a copy of the gradient."""
+        """Return this view's part of a copy of the gradient."""
         for view in self._views:
             base = view(base)
         return base
 
     def value(self) -> torch.Tensor:
-        """Copy what this stands for, in the parameter's type."""
+        """Copy the gradient or the view, in the parameter's type."""
         return self.seen(self.base().to(self.dtype))
 
     def store(self, base: torch.Tensor) -> None:
@@ -145,7 +145,7 @@ class ManagedGrad(torch.Tensor):
         self._gradients.write_gradient(self._record, value.mul_(self._scale) if self._scale != 1.0 else value)
 
     def refuse(self, what: str, why: str) -> NoReturn:
-        """Raise `InvalidInput`."""
+        """Raise `InvalidInput` for an unsupported use."""
         raise InvalidInput(f"{what} on the gradient of {self._record.name!r}: {why}")
 
     # Any: torch passes whatever the caller did.
@@ -153,7 +153,7 @@ class ManagedGrad(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Give functions that read memory a copy, and raise for those that return it; the dispatcher gets the rest."""
+        """Give functions that read memory a copy; raise for those that return it; pass all others to the dispatcher."""
         name = getattr(func, "__name__", "")
         if name in MEMORY and isinstance(args[0], cls):
             args[0].refuse(f"{name}()", "the gradient is in a chunk, and has no memory of its own: .clone() it first")
@@ -235,7 +235,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _first(values: Any) -> ManagedGrad:
-    """Return the first managed gradient among an operator's arguments; torch calls us only if there is one."""
+    """Return the first managed gradient among an operator's arguments; PyTorch calls this only if there is one."""
     return next(each for each in tree_leaves(values) if isinstance(each, ManagedGrad))
 
 
@@ -267,13 +267,13 @@ def _divide(grad: Any, divisor: Any) -> Any:
 
 
 def _is_factor(grad: Any, factor: Any) -> bool:
-    """True if a whole gradient is to be multiplied by one number."""
+    """Return True if a whole gradient is to be multiplied by one number."""
     single = not isinstance(factor, torch.Tensor) or (not isinstance(factor, ManagedGrad) and factor.numel() == 1)
     return isinstance(grad, ManagedGrad) and grad.is_whole and single
 
 
 def _multiply_all(grads: Sequence[ManagedGrad], factor: Any) -> Any:
-    """Multiply several gradients. Return nothing, because torch takes any other value for a kernel's error."""
+    """Multiply several gradients. Return nothing: PyTorch takes any other value for a kernel's error."""
     factors = factor if isinstance(factor, list | tuple) else [factor] * len(grads)
     if not all(_is_factor(grad, each) for grad, each in zip(grads, factors, strict=True)):
         return NotImplemented

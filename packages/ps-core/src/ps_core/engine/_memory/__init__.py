@@ -1,1 +1,1 @@
-"""Slots, chunks and tiers: who has which bytes."""
+"""Manage slots, chunks and tiers: which bytes are where."""

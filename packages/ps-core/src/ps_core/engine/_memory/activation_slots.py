@@ -1,12 +1,15 @@
-"""Keep offloaded activations in slots of the host tier.
+"""Keep offloaded activations in slots below the compute tier, where no plan moves them.
 
-[Note: offloaded activations]
+[Note: activations without a plan]
+Most activations are moved by the plan in force (`_execution.planned_activations`). These are not: those of passes on
+demand, of several ranks, of passes that left their plan, and the few that no plan can move.
+
 A copy to the host runs on the D2H queue, after the computation that made the tensor. The tensor must live until
 `ActivationSlots.finish_offloads`, where the compute queue waits for the copy. A copy back waits for what was computed
-so far, because its new memory may have been in use there. What is computed next waits for that copy. So plans may use
-both queues as well. Slots are used again: a copy into one waits for the copy out of it. They count for the host's
-budget from their first use on. No plan knows of them. They use what the plan in force leaves free at all times, and
-later plans get that much less.
+so far, because its new memory may have been in use there. What is computed next waits for that copy. Slots are used
+again: a copy into one waits for the copy out of it. They count for the host's budget from their first use on. They use
+what the plan in force leaves free at all times, and later plans get that much less. Where the host has no room and
+there is a disk, bytes go on to the disk at once.
 """
 
 from __future__ import annotations
@@ -19,79 +22,112 @@ import torch
 from ps_core._errors import DoesNotFit
 from ps_core._plan import Plan, Queue, Reserve
 from ps_core._units import align_up
-from ps_core.engine._devices.device import NonModelBytes
 from ps_core.engine._memory.budget_suggestions import suggest_budget
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._memory.tier_store import TierStore
-from ps_core.engine._memory.transfer_observer import TransferObserver
-from ps_core.engine._support.interrupts import defer_interrupts
+from ps_core.engine._memory.transfers import Transfers
 
 _DEVICE, _HOST = 0, 1
 
 
 class OffloadedActivation:
-    """A tensor whose bytes are in a slot of the host tier for as long as this object lives."""
+    """A tensor that backward will want, and where its bytes are: in ``held``, in ``slot``, or in slots of a plan."""
 
-    __slots__ = ("_returned", "dtype", "shape", "slot")
+    __slots__ = ("__weakref__", "dtype", "held", "name", "nbytes", "origin", "room", "shape", "slot")
 
-    def __init__(self, tensor: torch.Tensor, slot: Slot, returned: deque[Slot]) -> None:
-        self.shape, self.dtype, self.slot, self._returned = tensor.shape, tensor.dtype, slot, returned
+    def __init__(self, tensor: torch.Tensor, room: ActivationSlots) -> None:
+        self.shape, self.dtype, self.nbytes = tensor.shape, tensor.dtype, tensor.nbytes
+        self.held: torch.Tensor | None = tensor
+        """The tensor itself, before it is moved and after it was copied back; None: it is elsewhere."""
+        self.slot: Slot | None = None
+        """A slot of its own; None: it has none."""
+        self.name = ""
+        """Its name in the recording of the pass that made it; empty: it is not recorded."""
+        self.origin: object = None
+        """That recording."""
+        self.room = room
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Return a new tensor for the bytes."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def return_slot(self) -> None:
+        """Give its own slot back, if it has one."""
+        if self.slot is not None:
+            self.room.returned.append(self.slot)
+            self.slot = None
 
     def __del__(self) -> None:
-        self._returned.append(self.slot)  # at any instant, so nothing else is done
+        self.return_slot()  # at any instant, so nothing else is done
 
 
 class ActivationSlots:
-    """The slots of one engine; see [Note: offloaded activations]."""
+    """The slots of one engine; see [Note: activations without a plan]."""
 
-    def __init__(self, store: TierStore, watcher: TransferObserver, nonmodel: NonModelBytes) -> None:
-        self._store, self._watcher, self._nonmodel = store, watcher, nonmodel
-        self._returned: deque[Slot] = deque()
+    def __init__(self, transfers: Transfers, store: TierStore) -> None:
+        self._store, self._transfers, self._watcher = store, transfers, transfers.watcher
+        self.returned: deque[Slot] = deque()
         """Slots whose activations are gone; destructors append at any time, also while this code runs."""
         self._free: list[Slot] = []
         self.bytes = 0
-        """Bytes of all slots, whether an activation is in them or not."""
+        """Bytes of all slots on the host, whether an activation is in them or not."""
         self._plan: Plan | None = None
-        self._planned_bytes = 0
+        self._planned_bytes = [0] * len(store.tiers)
+        """By tier: the bytes that the plan in force may use at some time."""
 
     def keep_clear_of(self, plan: Plan | None) -> None:
-        """Use no host memory from now on that this plan uses at any time."""
+        """Use no memory from now on that this plan uses at any time."""
         if plan is not None and plan is not self._plan:
-            ends = [held.offset + held.bytes for held in plan.home if held.tier == _HOST]
+            ends = [(held.tier, held.offset + held.bytes) for held in plan.home]
             for segment in plan.segments:
                 found = (instr.op for instr in segment.instrs if isinstance(instr.op, Reserve))
-                ends += [op.offset + op.bytes for op in found if op.tier == _HOST]
-            self._plan, self._planned_bytes = plan, max(ends, default=0) + self._store.ledger.fixed_host_bytes
+                ends += [(op.tier, op.offset + op.bytes) for op in found]
+            tiers = range(len(self._store.tiers))
+            self._plan = plan
+            self._planned_bytes = [max((end for at, end in ends if at == tier), default=0) for tier in tiers]
 
-    @defer_interrupts
-    def offload(self, tensor: torch.Tensor) -> OffloadedActivation:
-        """Launch a copy of a contiguous tensor to the host; the tensor must live until `finish_offloads`."""
-        device, size = self._store.device, tensor.nbytes
-        with self._nonmodel.paused(), torch.no_grad():
-            slot = self._slot(align_up(size))
+    def offload(self, activation: OffloadedActivation, source: torch.Tensor) -> None:
+        """Launch a copy of the activation's bytes to a slot; ``source`` must live until `finish_offloads`."""
+        device, size = self._store.device, activation.nbytes
+        slot = self._slot(align_up(size))
+        if slot.place is None:
             for queue in (Queue.COMPUTE, Queue.H2D):
                 device.wait(Queue.D2H, device.record(queue))
-            self._copy(Queue.D2H, slot.memory[:size], _bytes_of(tensor))
-        self._watcher.moved(_DEVICE, _HOST, size)
-        return OffloadedActivation(tensor, slot, self._returned)
+            self._copy(Queue.D2H, slot.memory[:size], source)
+            self._watcher.moved(_DEVICE, _HOST, size)
+        else:
+            self._transfers.copy_via_host(Slot(_DEVICE, -1, size, source), slot, size)
+        activation.slot, activation.held = slot, None
 
-    @defer_interrupts
     def finish_offloads(self) -> None:
         """Make the compute queue wait for all copies to the host; the tensors' memory may be used again then."""
         self._make_compute_wait(Queue.D2H, "after activations left")
 
-    @defer_interrupts
-    def restore(self, away: OffloadedActivation) -> torch.Tensor:
-        """Copy an activation back into new memory of the device."""
-        device = self._store.device
-        tensor = torch.empty(away.shape, dtype=away.dtype, device=device.torch_device)
-        with self._nonmodel.paused(), torch.no_grad():
-            for queue in (Queue.COMPUTE, Queue.D2H):
-                device.wait(Queue.H2D, device.record(queue))
-            self._copy(Queue.H2D, _bytes_of(tensor), away.slot.memory[: tensor.nbytes])
-            self._make_compute_wait(Queue.H2D, "with activations back")
-        self._watcher.moved(_HOST, _DEVICE, tensor.nbytes)
-        return tensor
+    def restore(self, slot: Slot, target: torch.Tensor) -> bool:
+        """Copy an activation's bytes from its slot to new memory of the device; return True."""
+        device, size = self._store.device, target.nbytes
+        if slot.place is not None:
+            self._transfers.copy_via_host(slot, Slot(_DEVICE, -1, size, target), size)
+            return True
+        for queue in (Queue.COMPUTE, Queue.D2H):
+            device.wait(Queue.H2D, device.record(queue))
+        self._copy(Queue.H2D, target, slot.memory[:size])
+        self._make_compute_wait(Queue.H2D, "with activations back")
+        self._watcher.moved(_HOST, _DEVICE, size)
+        return True
+
+    def adopt(self, activation: OffloadedActivation, slot: Slot) -> None:
+        """Make a slot that a plan reserved below the compute tier an activation's own."""
+        activation.slot = slot
+        self.bytes += slot.bytes * (slot.tier == _HOST)
+
+    def release_free(self) -> None:
+        """Release all slots that no activation is in."""
+        self._collect()
+        while self._free:
+            slot = self._free.pop()
+            self.bytes -= slot.bytes
+            self._store.release(slot, Queue.COMPUTE)
 
     def _copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
         copy, recorder = partial(self._store.device.copy, queue, target, source), self._watcher.recorder
@@ -105,24 +141,38 @@ class ActivationSlots:
         device.wait(Queue.COMPUTE, device.record(queue))
         device.declare_access(Queue.COMPUTE, what, (), ())
 
+    def _collect(self) -> None:
+        """Take in the slots whose activations are gone; those on the disk are released."""
+        while self.returned:
+            slot = self.returned.popleft()
+            if slot.tier == _HOST:
+                self._free.append(slot)
+            else:
+                self._store.release(slot, Queue.COMPUTE)
+
     def _slot(self, size: int) -> Slot:
         """Return the smallest free slot that is large enough; else release all free slots, and reserve a new one."""
-        while self._returned:
-            self._free.append(self._returned.popleft())
+        self._collect()
         fitting = [slot for slot in self._free if slot.bytes >= size]
         if fitting:
             chosen = min(fitting, key=lambda slot: slot.bytes)
             self._free.remove(chosen)
             return chosen
-        while self._free:
-            slot = self._free.pop()
-            self.bytes -= slot.bytes
-            self._store.release(slot, Queue.COMPUTE)
-        others = max(self._planned_bytes, self._store.ledger.used_bytes[_HOST] - self.bytes)
-        if others + self.bytes + size > self._store.tiers[_HOST].capacity_bytes:
-            raise self._too_large(size, others + self.bytes + size)
-        self.bytes += size
-        return self._store.reserve(_HOST, size)
+        self.release_free()
+        needed = self._needed(_HOST, size, self.bytes)
+        if needed <= self._store.tiers[_HOST].capacity_bytes:
+            self.bytes += size
+            return self._store.reserve(_HOST, size)
+        last = len(self._store.tiers) - 1
+        if self._store.is_disk(last) and self._needed(last, size, 0) <= self._store.tiers[last].capacity_bytes:
+            return self._store.reserve(last, size)
+        raise self._too_large(size, needed)
+
+    def _needed(self, tier: int, size: int, own: int) -> int:
+        """Return the bytes that a tier needs with a slot of that size; ``own``: bytes of slots on it that are ours."""
+        ledger = self._store.ledger
+        fixed = ledger.fixed_host_bytes * (tier == _HOST)
+        return max(self._planned_bytes[tier] + fixed, ledger.used_bytes[tier] - own) + own + size
 
     def _too_large(self, size: int, needed: int) -> DoesNotFit:
         tier = self._store.tiers[_HOST]
@@ -138,7 +188,3 @@ class ActivationSlots:
                 f"a smaller batch or sequence: {size:,} bytes go there at a time",
             ),
         )
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -19,6 +20,18 @@ from ps_core._errors import PlanMismatch
 from ps_core._program import Extent
 from ps_core.engine._devices.device import WorkEvent
 from ps_core.engine._devices.disk.file import FileExtent
+
+ViewKey: TypeAlias = tuple[int, Hashable]
+"""The address of a parameter's first byte (behind `Slot.offset`), and the parameter's record."""
+
+
+class MemoryView(NamedTuple):
+    """A tensor over a parameter's part of a slot, with a storage of its own, whose uses can be counted."""
+
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    uses: int
+    """The storage's use count while it is a parameter's data and has no alias."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +50,9 @@ class Slot:
     """Which version of the extent; -1: no usable bytes. `Chunk` writes both."""
     place: FileExtent | None = None
     """On the disk: where in the file."""
-    bounds: dict[Hashable, SlotView] = field(default_factory=dict)
-    """Views that parameters were bound to here, for the next time; freed with the memory."""
+    views: dict[ViewKey, MemoryView] = field(default_factory=dict)
+    """Views that were made here, for the next time: the arena's own dict for a slot within its block, since the next
+    slot there may be another. `Residency.bind` adds to it; freed with the memory."""
     work: WorkEvent | None = None
     """Behind the work of the worker thread that touches this slot; None: it is known to be over."""
 
@@ -60,27 +74,26 @@ class Slot:
 
     def in_host_memory(self) -> torch.Tensor:
         """Return a copy of the bytes in pageable host memory, outside every budget."""
-        return torch.empty(self.bytes, dtype=torch.uint8).copy_(self.memory)
+        return torch.empty(self.bytes, dtype=torch.uint8, device="cpu").copy_(self.memory)
 
 
 @dataclass(slots=True)
 class SlotView:
-    """A parameter's view of a slot, with a storage of its own, whose uses can be counted."""
+    """The slot that a parameter is bound to, and the `MemoryView` that is its data there."""
 
     slot: Slot
     view: torch.Tensor
     storage: torch.UntypedStorage
     uses: int
-    """The storage's use count while it has no alias."""
 
     @property
     def aliased(self) -> bool:
-        """True if a tensor besides the parameter uses the memory: keep the slot where it is."""
+        """Return True if a tensor besides the parameter uses the memory: keep the slot where it is."""
         return torch._C._storage_Use_Count(self.storage._cdata) > self.uses
 
     @property
     def outlived(self) -> bool:
-        """True if a tensor uses the memory although the parameter does not any more: keep the slot."""
+        """Return True if a tensor uses the memory although the parameter does not any more: keep the slot."""
         return torch._C._storage_Use_Count(self.storage._cdata) > self.uses - 1
 
 
@@ -101,7 +114,7 @@ class Chunk:
     planned: bool = False
     """True if the chunk exists for good; a gradient sum may exist for one step only."""
     gathered: bool = False
-    """True if the bytes are gathered from the shards of all ranks: the chunk has no home slot of its own."""
+    """True if the bytes are gathered from the shards of all ranks. Such a chunk has no home slot of its own."""
 
     # Changes.
 
@@ -131,7 +144,7 @@ class Chunk:
             raise self._lost("replaced")
 
     def drop_copy(self, tier: int, *, needed: bool = True) -> Slot | None:
-        """Take the copy on a tier off the books and return its slot; ``needed``: some slot must stay current."""
+        """Unregister the copy on a tier and return its slot; ``needed``: some slot must stay current."""
         slot = self.copies.pop(tier, None)
         if needed and slot is not None and slot.version == self.version != self.home.version and not self._keeps_bytes:
             self.copies[tier] = slot
@@ -139,7 +152,7 @@ class Chunk:
         return slot
 
     def rehome(self, slot: Slot) -> Slot:
-        """Make ``slot`` the home slot, and return the one that was."""
+        """Make ``slot`` the home slot, and return the former one."""
         old, copy = self.home, self.copies.get(slot.tier)
         self.home = slot
         if copy is slot:
@@ -152,7 +165,7 @@ class Chunk:
         return old
 
     def invalidate(self, slot: Slot) -> None:
-        """Note that the bytes in ``slot`` are not to be used any more."""
+        """Note that the bytes in ``slot`` may not be used any more."""
         version, slot.version = slot.version, -1
         if version == self.version and not self._keeps_bytes:
             slot.version = version
@@ -174,7 +187,7 @@ class Chunk:
     # Questions.
 
     def newest(self, tier: int) -> Slot | None:
-        """Return the slot on a tier that holds the current bytes; None: there is none, so copy them there first."""
+        """Return the slot on a tier that holds the current bytes; None: copy them there first."""
         for slot in (self.copies.get(tier), self.home):
             if slot is not None and slot.tier == tier and slot.version == self.version:
                 return slot
@@ -191,7 +204,7 @@ class Chunk:
         return found
 
     def has_current_besides(self, slot: Slot) -> bool:
-        """True if a registered slot other than ``slot`` holds the current bytes."""
+        """Return True if a registered slot other than ``slot`` holds the current bytes."""
         if self.home is not slot and self.home.version == self.version:
             return True
         for copy in self.copies.values():  # noqa: SIM110 - each item of a generator is a Python call
@@ -201,7 +214,7 @@ class Chunk:
 
     @property
     def has_current_copy(self) -> bool:
-        """True if any registered slot holds the current bytes."""
+        """Return True if any registered slot holds the current bytes."""
         if self.home.version == self.version:
             return True
         for slot in self.copies.values():  # noqa: SIM110 - each item of a generator is a Python call
@@ -211,5 +224,7 @@ class Chunk:
 
     @property
     def home_is_stale(self) -> bool:
-        """True if the home slot does not hold the current bytes: copy them there before another slot is given up."""
+        """Return True if the home slot does not hold the current bytes: copy them there before giving up another
+        slot.
+        """
         return self.home.version != self.version

@@ -1,4 +1,4 @@
-"""Decide whether slots fit on the compute tier, and call what can free memory there: one rule for both."""
+"""Decide whether slots fit on the compute tier, and ask other parts to free memory there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ps_core.engine._memory.tier_store import TierStore
 
 
 def has_room(store: TierStore, sizes: Iterable[int], *, nonmodel_bytes: int, besides: int = 0) -> bool:
-    """True if the compute tier has a free range for each size, below the non-model bytes.
+    """Return True if the compute tier has a free range for each size, below the non-model bytes.
 
     All sizes together, and ``besides`` more bytes, have to fit into the budget with what is in use. Each range is
     looked for by itself. So reserve slots of several sizes one after the other, and expect that one may fail.

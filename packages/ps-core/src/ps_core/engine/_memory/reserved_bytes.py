@@ -8,7 +8,7 @@ from ps_core._simulate.cluster import FRAGMENTATION
 from ps_core._trace import Trace
 
 _SPARE_PARTS = (20, 4)
-"""The least and the most that is left free after the device ran out of memory, as parts of its capacity."""
+"""The least and the most bytes left free after memory ran out: the capacity divided by these."""
 
 
 def bytes_to_reserve(missing_bytes: int, capacity_bytes: int) -> int:

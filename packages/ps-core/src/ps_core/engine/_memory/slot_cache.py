@@ -23,7 +23,7 @@ class SlotCache:
         self._slots.setdefault(slot.bytes, []).append(slot)
 
     def has(self, size: int) -> bool:
-        """True if a slot of this size is kept: `pop` returns it."""
+        """Return True if a slot of this size is kept: `pop` returns it."""
         return bool(self._slots.get(size))
 
     def pop(self, size: int, record: Hashable = None) -> Slot | None:
@@ -31,12 +31,12 @@ class SlotCache:
         slots = self._slots.get(size)
         if not slots:
             return None
-        places = (place for place, slot in enumerate(slots) if record in slot.bounds)
+        places = (place for place, slot in enumerate(slots) if (slot.offset, record) in slot.views)
         return slots.pop(next(places, -1))
 
     @property
     def bytes(self) -> int:
-        """Bytes of all kept slots."""
+        """Return the bytes of all kept slots."""
         return sum(slot.bytes for each in self._slots.values() for slot in each)
 
     def pop_all(self) -> list[Slot]:

@@ -18,7 +18,7 @@ from ps_core.engine._devices.device import Device, WorkEvent
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.queues import DISK_QUEUES
 from ps_core.engine._memory.budget_suggestions import TierBudget, UserLimits, options_as, suggest_budget
-from ps_core.engine._memory.chunk import Slot
+from ps_core.engine._memory.chunk import MemoryView, Slot, ViewKey
 from ps_core.engine._memory.slot_cache import SlotCache
 from ps_core.engine._support.counters import ByteLedger
 
@@ -43,7 +43,9 @@ class TierStore:
         given: UserLimits | None = None,
         shared: bool = False,
     ) -> None:
-        """``shared``: several ranks have a shard of the model each, so that groups come and go on any tier."""
+        """Make the store; ``shared``: several ranks have a shard of the model each, so groups come and go on any
+        tier.
+        """
         self.device = device
         self.file = file
         """The file of the disk tier, which is the last tier; None: there is none."""
@@ -74,13 +76,13 @@ class TierStore:
         return TierBudget(self.tiers, self.given, self.device.memory_bytes())
 
     def end_work(self) -> None:
-        """Finish the worker's work, whether it fails or not: nobody wants what it makes."""
+        """Finish the worker's work, whether it fails or not; its results are not used."""
         if self.device.worker is not None:
             self.device.worker.close()
 
     @property
     def is_leaving(self) -> bool:
-        """True if work is not over on host memory that was released: `reserve` waits for it."""
+        """Return True if work still runs on host memory that was released: `reserve` waits for it."""
         return any(not event.done for event in self._leaving)
 
     # Slots.
@@ -107,14 +109,14 @@ class TierStore:
         return slot
 
     def free_spare(self) -> int:
-        """Release the slots that are kept for their next use; return how many bytes they were."""
+        """Release the slots that are kept for reuse; return their bytes."""
         freed = self.spare.bytes
         for slot in self.spare.pop_all():
             self.release(slot, Queue.COMPUTE)
         return freed
 
     def is_disk(self, tier: int) -> bool:
-        """True if a tier is the disk: its bytes are in a file, and no processor works on them."""
+        """Return True if a tier is the disk: its bytes are in a file, and no processor works on them."""
         return self.file is not None and tier == len(self.tiers) - 1
 
     def work_tier(self, tier: int) -> int:
@@ -148,7 +150,7 @@ class TierStore:
         )
 
     def release(self, slot: Slot, queue: Queue) -> None:
-        """Release a slot, once the queue has come so far."""
+        """Release a slot once the queue has done all work launched so far."""
         if slot.offset >= 0:
             if self.poison:
                 self.device.declare_access(queue, "poison", (), (slot.memory,))
@@ -160,7 +162,7 @@ class TierStore:
         if slot.work is not None and not slot.work.done:
             self._leaving.append(slot.work)
         slot.clear()
-        slot.bounds = {}
+        slot.views = {}
         self.ledger.remove(slot.tier, slot.bytes)
         slot.memory = slot.memory.new_empty(0)
 
@@ -176,11 +178,11 @@ class TierStore:
         slot.place = None
 
     def fill(self, slot: Slot, value: int) -> None:
-        """Set every byte of a slot to one value; nothing else may be under way there."""
+        """Set every byte of a slot to one value; no other work on the slot may run."""
         if slot.place is None:
             slot.memory.fill_(value)
         else:
-            self.device.write(slot.place, 0, torch.full((slot.bytes,), value, dtype=torch.uint8))
+            self.device.write(slot.place, 0, torch.full((slot.bytes,), value, dtype=torch.uint8, device="cpu"))
 
     def link(self, source: Slot, target: Slot) -> Queue:
         """Return the queue that copies from one slot to another, on a neighbouring tier."""
@@ -199,18 +201,18 @@ class TierStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the compute tier that no other allocation can use: a whole arena, if it keeps its memory."""
+        """Return the bytes of the compute tier that nothing else can use: a whole arena, if it keeps its memory."""
         return self.ledger.used_bytes[0] if not self.arena.exists or self.device.overcommits else self.arena.taken_bytes
 
     def fits_slots(self, sizes: list[int]) -> bool:
-        """True if the compute tier has room for slots of these sizes, reserved one after the other."""
+        """Return True if the compute tier has room for slots of these sizes, reserved one after the other."""
         if not self.arena.exists:
             return sum(sizes) <= self.free_bytes(0) + self.spare.bytes
         return self.arena.fits_all(sizes)
 
     @property
     def forked(self) -> bool:
-        """True in a forked copy of a process with a disk tier: leave the file and its streams alone."""
+        """Return True in a forked copy of a process with a disk tier: leave the file and its streams alone."""
         return self.file is not None and self.file.forked
 
     def check_process(self) -> None:
@@ -233,13 +235,15 @@ class Arena:
     """
 
     def __init__(self, device: Device, capacity_bytes: int, *, exists: bool, host: bool, poison: bool) -> None:
-        """``exists``: slots of the compute tier have addresses at all; ``host``: the block is the system's memory."""
+        """Make an arena; ``exists``: slots of the compute tier have addresses; ``host``: the block is host memory."""
         self._device, self._capacity_bytes, self._poison = device, capacity_bytes, poison
         self.exists = exists
         self._returns_pages = exists and host and not poison
         self._slots: list[Slot] = []
         """In order of address."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._views: dict[ViewKey, MemoryView] = {}
+        """Views of the block that parameters were bound to; the same slots come again in every step of a plan."""
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         if exists:
             self._memory = self._block(capacity_bytes if device.overcommits else 0)
 
@@ -247,17 +251,18 @@ class Arena:
 
     def reserve(self, size: int, offset: int) -> Slot:
         """Reserve a range at an address; `PlanMismatch` if another slot has some of it."""
-        slot = Slot(0, offset, size, self._window(offset, size))
+        memory, views = self._window(offset, size)
+        slot = Slot(0, offset, size, memory, views=views)
         self._insert(slot)
         return slot
 
     def remove(self, slot: Slot) -> None:
-        """Give a slot's range back."""
+        """Return a slot's range to the arena."""
         self._slots.remove(slot)
 
     def shift(self, slot: Slot, offset: int, queue: Queue) -> None:
         """Move a slot and its bytes to another address; the two ranges may overlap."""
-        target = self._window(offset, slot.bytes)  # of all this, only that may fail
+        target, views = self._window(offset, slot.bytes)  # of all this, only that may fail
         self._slots.remove(slot)
         old, slot.offset = slot.offset, offset
         self._insert(slot)
@@ -267,7 +272,7 @@ class Arena:
             for start in starts if offset < old else reversed(starts):
                 piece = slice(start, min(start + _PIECE_BYTES, slot.bytes))
                 target[piece].copy_(slot.memory[piece].clone())
-        slot.memory = target
+        slot.memory, slot.views = target, views
 
     def _insert(self, slot: Slot) -> None:
         end = slot.offset + slot.bytes
@@ -283,7 +288,7 @@ class Arena:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """All slots, in order of address."""
+        """Return all slots, in order of address."""
         return tuple(self._slots)
 
     def overlapping(self, offset: int, size: int) -> list[Slot]:
@@ -310,7 +315,7 @@ class Arena:
         return end - size if end >= size else None
 
     def fits_all(self, sizes: Iterable[int]) -> bool:
-        """True if slots of these sizes can be reserved one after the other."""
+        """Return True if slots of these sizes can be reserved one after the other."""
         spans = self._spans()
         for size in sizes:
             start = lowest(spans, size)
@@ -326,28 +331,29 @@ class Arena:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that no other allocation can use: the whole block, and slots beyond its end."""
+        """Return the bytes that no other allocation can use: the whole block, and slots beyond its end."""
         end = self._memory.numel()
         return end + sum(slot.bytes for slot in self._slots if slot.offset + slot.bytes > end)
 
     def resize(self, end: int) -> None:
-        """Make the block end at an address, between passes; the bytes of slots wait in host memory meanwhile."""
+        """Make the block end at an address, between passes; host memory holds the slots' bytes meanwhile."""
         if not self.exists or self._device.overcommits or self._memory.numel() == max(128, end):
             return
         saved = [(slot, slot.in_host_memory()) for slot in self._slots if slot.offset < max(end, self._memory.numel())]
         for slot, _ in saved:
             slot.memory = slot.memory.new_empty(0)
+        self._views.clear()  # they refer to the old block
         self._memory = self._memory.new_empty(0)
         try:
             self._memory = self._block(end)
         except torch.OutOfMemoryError:  # then each slot has memory of its own, as before there was a plan
             self._memory = self._block(0)
         for slot, contents in saved:
-            slot.memory = self._window(slot.offset, slot.bytes)
+            slot.memory, slot.views = self._window(slot.offset, slot.bytes)
             slot.memory.copy_(contents)
 
     def return_pages(self, start: int) -> None:
-        """Give the system the pages from an address on that no slot has; nothing may be under way there."""
+        """Return unused pages, from an address on, to the system; no work on them may run."""
         if not self._returns_pages:
             return
         for slot in [*self._slots, None]:
@@ -358,14 +364,15 @@ class Arena:
 
     def close(self) -> None:
         """Release the block."""
+        self._views.clear()
         self._memory = self._memory.new_empty(0)
 
     def _block(self, size: int) -> torch.Tensor:
         made = self._device.arena(max(128, size))
         return made.fill_(POISON) if self._poison else made
 
-    def _window(self, offset: int, size: int) -> torch.Tensor:
-        """Return memory for a range: of the block, or beyond its end memory of its own."""
+    def _window(self, offset: int, size: int) -> tuple[torch.Tensor, dict[ViewKey, MemoryView]]:
+        """Return memory for a range, and where its views are kept: the block, or beyond its end memory of its own."""
         if offset + size <= self._memory.numel():
-            return self._memory[offset : offset + size]
-        return self._device.arena(size)
+            return self._memory[offset : offset + size], self._views
+        return self._device.arena(size), {}

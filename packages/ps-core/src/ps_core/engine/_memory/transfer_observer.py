@@ -8,16 +8,16 @@ from ps_core.engine._support.work_recorder import WorkRecorder
 
 
 class TransferObserver(Protocol):
-    """Is told of every move, for statistics."""
+    """Count every move, for statistics."""
 
     recorder: WorkRecorder | None
     """Records when queues work; None: the model is not profiled."""
 
     def moved(self, source: int, target: int, size: int) -> None:
-        """Count bytes that went from one tier to another."""
+        """Count bytes that were copied from one tier to another."""
 
     def evicted(self) -> None:
-        """Count a group that left the compute tier."""
+        """Count a group that was evicted from the compute tier."""
 
     def waited(self, seconds: float) -> None:
-        """Add up how long the host thread waited for moves."""
+        """Add to the time that the host thread waited for moves."""

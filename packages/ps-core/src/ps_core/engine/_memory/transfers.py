@@ -24,7 +24,7 @@ _UNBUDGETED_BYTES = 2**16
 
 
 class Transfers:
-    """Copies of chunks between the slots of one store."""
+    """Copy chunks between the slots of one store."""
 
     def __init__(self, store: TierStore, watcher: TransferObserver) -> None:
         self._store, self._device = store, store.device
@@ -37,7 +37,7 @@ class Transfers:
         source, queue = self.source(chunk), None
         apart = abs(source.tier - slot.tier)
         if apart > 1 or (source.place is not None and slot.place is not None):
-            self._copy_via_host(source, slot, chunk.bytes)
+            self.copy_via_host(source, slot, chunk.bytes)
         elif apart:
             queue = self.launch(source, slot, chunk.bytes)
         else:
@@ -48,7 +48,7 @@ class Transfers:
         return slot
 
     def write_home(self, chunk: Chunk) -> None:
-        """Copy the current bytes to the home slot if that is stale, unless that is on a disk that failed."""
+        """Copy the current bytes to the home slot if that is stale; do nothing on a disk that failed."""
         if chunk.home_is_stale and not (chunk.home.place is not None and self.broken):
             self.copy_to(chunk, chunk.home)
 
@@ -59,13 +59,13 @@ class Transfers:
         return chunk.home
 
     def source(self, chunk: Chunk) -> Slot:
-        """Return a slot with the current bytes; `TierFailure` again where a disk that failed had the only ones."""
+        """Return a slot with the current bytes; raise `TierFailure` again if only a failed disk had them."""
         if not chunk.has_current_copy:
             self.check_disk()
         return chunk.source()
 
     def near(self, chunk: Chunk) -> Slot:
-        """Return a slot on the disk or in host memory with a chunk's current bytes; its home slot is on disk."""
+        """Return a slot with a chunk's current bytes, below an accelerator's memory; the chunk's home is the disk."""
         source = self.source(chunk)
         if source.place is None and source.tier == 0 and self._store.tiers[0].name != "host":
             self.write_home(chunk)
@@ -172,7 +172,7 @@ class Transfers:
         self._device.declare_access(queue, "a copy within a tier", (source.memory,), (target.memory,))
         target.memory[:size].copy_(source.memory[:size])
 
-    def _copy_via_host(self, source: Slot, target: Slot, size: int) -> None:
+    def copy_via_host(self, source: Slot, target: Slot, size: int) -> None:
         """Copy through the tier above the disk, in pieces as large as that tier has room for."""
         tier = len(self._store.tiers) - 2
         piece = min(size, self._store.free_bytes(tier) & -128)
@@ -209,7 +209,7 @@ class Transfers:
 
     @property
     def broken(self) -> bool:
-        """True if the disk tier failed: nothing can be written there any more."""
+        """Return True if the disk tier failed: nothing can be written there any more."""
         return self._store.file is not None and self._store.file.failure is not None
 
     def check_disk(self) -> None:
@@ -219,4 +219,4 @@ class Transfers:
 
 
 def _do_nothing() -> None:
-    """Called where a read fails: its caller waits at once, and `finish` raises."""
+    """Do nothing when a read fails: its caller waits at once, and `finish` raises."""

@@ -1,1 +1,1 @@
-"""The optimizer's interface, a group's step, and clipping or skipping."""
+"""Implement the optimizer: its interface, a group's step, and clipping or skipping."""

@@ -1,12 +1,12 @@
 """Decide on an optimizer step, and make it: a group's neighbours with equal settings in one call of a kernel.
 
 [Note: what may depend on where]
-Nothing. A kernel's result does not depend on how a vector is cut, norms are summed tensor by tensor in the order of
-the parameters, and whatever tier a chunk is on, the same arithmetic is done to it.
+Nothing. A kernel's result does not depend on how a vector is cut. Norms are summed tensor by tensor in the order of the
+parameters. The arithmetic is the same whatever tier a chunk is on.
 
 [Note: a step is decided once]
-Also where it breaks off, and the rest of it is asked for. What was stepped by then has no gradient any more, so the
-norm of what is left would clip the rest by another factor.
+The decision also holds for the rest of a step that broke off. What was stepped by then has no gradient any more. So the
+norm of the rest would clip by another factor.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _DEVICE = attrgetter("device")
 
 
 class _StepRun(NamedTuple):
-    """Neighbouring tensors that one call steps."""
+    """Adjacent tensors that one call steps."""
 
     records: list[ParamState]
     settings: StepSettings
 
 
 def _runs(group: ParamGroup, settings_of: SettingsOf) -> list[_StepRun]:
-    """Cut a group's tensors with gradients into runs; what is put together for one run is not large."""
+    """Cut a group's tensors with gradients into runs; gradients that must be concatenated for one run are small."""
     runs: list[_StepRun] = []
     last: ParamState | None = None
     copied = 0
@@ -68,6 +68,7 @@ def _alike(one: ParamState, other: ParamState, settings_of: SettingsOf) -> bool:
         and one.scalars == other.scalars
         and one.factor == other.factor
         and settings_of(one) == settings_of(other)
+        and not settings_of(one).whole
         and not (one.tied or other.tied)
     )
 
@@ -83,8 +84,8 @@ def step_group(
 ) -> None:
     """Step every tensor of a group that has a gradient; rebuild the weights of the others.
 
-    ``slots`` are all on one tier and hold the newest of their kind. Afterwards they alone do, and the chunks know it.
-    What touches memory is launched as one piece of work, before anything is noted of it. ``finite``: that work raises
+    ``slots`` are all on one tier and hold the newest bytes of their kinds. Afterwards they alone do, and the chunks
+    know that. Work on memory is launched as one piece, before anything is noted of it. ``finite``: that work raises
     before it changes anything if a gradient is not finite.
     """
     numel = group.shard_numel
@@ -109,6 +110,8 @@ def step_group(
             if finite and isinstance(gradient, torch.Tensor):
                 checks.append(partial(_check_finite, group.name, gradient))
             rows = kept if span == whole else [flat[span] for flat in kept]
+            if run.settings.whole:
+                rows = [first.shaped(master), *rows[1:]]
             scaled = first.factor * factor
             if isinstance(gradient, list):
                 calls.append(partial(_step_together, run.settings, progress, rows, gradient, target, scaled))
@@ -169,7 +172,7 @@ def _carry_out(calls: list[Callable[[], object]]) -> None:
 def _gradient(
     run: _StepRun, span: slice, weight: torch.Tensor | None, slots: Mapping[Kind, Slot]
 ) -> torch.Tensor | list[ParamState]:
-    """Return the gradient of a run, or the parameters whose own tensors are put together when the run is stepped."""
+    """Return a run's gradient, or the parameters whose own tensors are concatenated when the run is stepped."""
     first = run.records[0]
     if first.gradient is GradientPlace.OWN_TENSOR:
         return run.records
@@ -193,7 +196,7 @@ def _step_together(
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """Says what the step does with all gradients: multiply by a factor, or skip."""
+    """Say what the step does with all gradients: multiply by a factor, or skip."""
 
     norm: float
     skip: bool
@@ -250,12 +253,12 @@ class StepDecisions:
         """The step that broke off, if the next one may be the rest of it."""
 
     def forget(self) -> None:
-        """Gradients come, or are not what they were."""
+        """Forget the decision: new gradients come, or gradients were changed."""
         self.begun = None
 
     @contextmanager
     def deciding(self, pending: list[ParamState], max_norm: float | None, loss_scale: float) -> Iterator[StepDecision]:
-        """Yield the decision for the length of the step."""
+        """Yield the step's decision, which holds until the step has ended."""
         begun, asked = self.begun, (max_norm, loss_scale)
         self.begun = None
         if begun is not None and begun.left == _indices(pending) and begun.asked == asked:

@@ -1,4 +1,4 @@
-"""AdamW, Adam and SGD of `ps_core`: their states and settings, and their steps, which are kernels of `ps_kernels`."""
+"""Implement the AdamW, Adam and SGD of `ps_core`: their states and settings, and their steps by `ps_kernels`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,12 +15,12 @@ import ps_kernels
 from ps_core._errors import InvalidInput
 from ps_core._options import SGD, Adam, AdamW, Optimizer
 from ps_core._program import Kind
-from ps_core.engine._optim.settings import Progress, Scalars, StepSettings
-from ps_core.engine._optim.torch_rule import FREE
+from ps_core.engine._optim.settings import Progress, Scalars, StatePlace, StepSettings
+from ps_core.engine._optim.torch_stepper import FREE
 
 
 class StepRule(StrEnum):
-    """The arithmetic of a step."""
+    """Name the arithmetic of a step."""
 
     ADAM = "adam"
     SGD = "sgd"
@@ -30,9 +30,10 @@ class StepRule(StrEnum):
 class Settings:
     """The numbers of one parameter's step. Neighbours with equal settings are stepped in one call.
 
-    What a rule does not use stays at its default, so that equal steps have equal settings.
+    Numbers that a rule does not use stay at their defaults, so that equal steps have equal settings.
     """
 
+    whole: ClassVar[bool] = False
     kind: StepRule
     lr: float
     weight_decay: float = 0.0
@@ -86,7 +87,7 @@ class Settings:
         )
 
     def after(self, progress: Progress) -> Scalars:
-        """Return no scalars: the count of steps is all."""
+        """Return no scalars: there is only the count of steps."""
         return ()
 
     def values_by_name(self) -> dict[str, Any]:
@@ -109,6 +110,7 @@ class KernelRule:
     """AdamW, Adam and SGD of `ps_core`, whose steps are kernels of `ps_kernels`."""
 
     kinds = 2
+    whole = False
     starts_from_zeros = True
 
     def __init__(self, spec: Optimizer) -> None:
@@ -121,13 +123,13 @@ class KernelRule:
         self.defaults = {**_numbers(spec), **self._fixed}
 
     def check(self, where: str, group: Mapping[str, Any]) -> None:
-        """Raise `InvalidInput` if what the kernels always do was set to something else."""
+        """Raise `InvalidInput` if a fixed property of the kernels was set to another value."""
         for key, value in self._fixed.items():
             if key not in FREE and group.get(key, value) != value:
                 raise InvalidInput(f"{where}[{key!r}] is {group[key]!r}; the engine's {self.name} has only {value!r}")
 
     def read(self, index: int, group: Mapping[str, Any]) -> StepSettings:
-        """Read a param group. Values may be tensors (a learning rate that a compiled loop changes)."""
+        """Read a param group. Values may be tensors, such as a learning rate that a compiled loop changes."""
         names = ("lr", "weight_decay", "momentum" if self.step_rule is StepRule.SGD else "eps")
         lr, decay, last = _floats(names, [group[name] for name in names])
         if self.step_rule is StepRule.SGD:
@@ -143,22 +145,31 @@ class KernelRule:
             decoupled=self._fixed["decoupled_weight_decay"],
         )
 
-    def state_names(self, index: int, group: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        """Name the moments, and Adam's count of steps; SGD keeps none without momentum."""
-        if self.step_rule is StepRule.ADAM:
-            return ("step", *self.states)
-        return tuple(self.states) if group is None or group.get("momentum") else ()
+    def check_parameter(self, index: int, name: str, shape: Sequence[int]) -> None:
+        """Do nothing: every parameter can be stepped."""
+
+    def places(
+        self, index: int, shape: Sequence[int], group: Mapping[str, Any] | None = None
+    ) -> Mapping[str, StatePlace]:
+        """Return where the moments are; SGD keeps none without momentum."""
+        if self.step_rule is StepRule.SGD and group is not None and not group.get("momentum"):
+            return {}
+        return {name: StatePlace(kind, 0, tuple(shape)) for name, kind in self.states.items()}
+
+    def scalar_names(self, index: int) -> tuple[str, ...]:
+        """Name Adam's count of steps."""
+        return ("step",) if self.step_rule is StepRule.ADAM else ()
 
     def scalar(self, progress: Progress, name: str) -> torch.Tensor:
         """Return the count of steps."""
-        return torch.tensor(float(progress.steps))
+        return torch.tensor(float(progress.steps), dtype=torch.float32, device="cpu")
 
     def scalars(self, values: Mapping[str, float]) -> Scalars:
-        """Return nothing: the count of steps is not among them."""
+        """Return nothing: the count of steps is not among the scalars."""
         return ()
 
     def for_torch(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Set ``fused`` where nothing else was chosen: the kernels do the operations of torch's fused optimizers."""
+        """Set ``fused`` unless the user did: the kernels do the operations of PyTorch's fused optimizers."""
         return {**group, "fused": True} if group["fused"] is None and group["foreach"] is None else group
 
     def __str__(self) -> str:
@@ -171,7 +182,7 @@ def _numbers(source: object) -> dict[str, Any]:
 
 
 def _floats(names: Sequence[str], values: Sequence[Any]) -> list[float]:
-    """Convert the values of a param group (any: numbers, or tensors of one element) to floats."""
+    """Convert the values of a param group to floats (any: numbers, or tensors of one element)."""
     found = []
     for name, value in zip(names, values, strict=True):
         try:

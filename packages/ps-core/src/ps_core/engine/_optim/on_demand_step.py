@@ -20,7 +20,7 @@ from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 
 class OnDemandStepper:
-    """Works on home slots, between passes."""
+    """Step groups, and read and write states, in home slots between passes."""
 
     def __init__(self, residency: Residency, gradients: GradientStore, groups: list[ParamGroup]) -> None:
         self._residency = residency
@@ -94,7 +94,7 @@ class OnDemandStepper:
         self._residency.transfers.release_slot(slot)
 
     def free_sums(self) -> None:
-        """Give back accumulators that no plan knows of."""
+        """Release the accumulators that no plan contains."""
         for group in self._groups:
             chunk = group.chunks.get(Kind.ACC)
             if (
@@ -119,11 +119,11 @@ class OnDemandStepper:
 
     @defer_interrupts_installing
     def read(self, record: ParamState, kind: Kind) -> torch.Tensor:
-        """Copy into CPU memory, in fp32 and the parameter's shape."""
+        """Copy a kind of a parameter to CPU memory, in fp32 and the parameter's shape."""
         return self.read_while_loading(record, kind)
 
     def read_while_loading(self, record: ParamState, kind: Kind) -> torch.Tensor:
-        """Copy like `read`; several ranks compare what they load only once all of it is there."""
+        """Copy like `read`; several ranks compare what they load only after the load."""
         if kind is Kind.P32 and Kind.P32 not in record.group.chunks:
             return self._copy(record, record.group.weight).float()
         return self._copy(record, kind)
@@ -144,12 +144,12 @@ class OnDemandStepper:
     def _copy(self, record: ParamState, kind: Kind) -> torch.Tensor:
         flat = self._residency.vector(record, kind)
         self._store.device.declare_access(Queue.CPU, f"read {record.name}", (flat,), ())
-        target = torch.empty_strided(record.shape, record.stride, dtype=flat.dtype)
+        target = torch.empty_strided(record.shape, record.stride, dtype=flat.dtype, device="cpu")
         return target.copy_(flat.as_strided(record.shape, record.stride, flat.storage_offset()))
 
     @defer_interrupts_installing
     def write(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
-        """Replace what a kind holds of a record; of the master: the parameter too, and those that are tied to it."""
+        """Replace a record's values of a kind; for the master, also the weight and tied parameters."""
         changes_parameter = kind in (Kind.P32, record.group.weight)
         for each in record.tied if changes_parameter and record.tied else [record]:
             self._write(each, kind, value)
@@ -163,7 +163,7 @@ class OnDemandStepper:
             if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
                 self._gradients.restore_weights(group)
         for each in dict.fromkeys(kinds):
-            flat = torch.empty(record.numel, dtype=group.dtype_of(each))
+            flat = torch.empty(record.numel, dtype=group.dtype_of(each), device="cpu")
             flat.as_strided(record.shape, record.stride).copy_(value)
             self._residency.replace(record, each, flat)
         if kind in (Kind.P32, group.weight):

@@ -1,4 +1,4 @@
-"""The optimizer a training loop holds: ``torch.optim.Optimizer``'s face, the engine's step behind it."""
+"""Define the optimizer of a training loop: ``torch.optim.Optimizer``'s interface to the engine's step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from ps_core._errors import InvalidInput
 from ps_core.engine._gradients.loss_scale import LossScale, Scaler
 from ps_core.engine._optim.rules import OptimizerRule, Spec
-from ps_core.engine._optim.settings import OptimizerBackend, Outcome, StepSettings
+from ps_core.engine._optim.settings import OptimizerBackend, Outcome, StatePlace, StepSettings
 from ps_core.engine._optim.state_format import MASTER, StateEntry, StateFormat, on_cpu
 from ps_core.engine._optim.state_mapping import OptimizerState
 from ps_core.engine._support.interrupts import defer_interrupts_installing
@@ -42,7 +42,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         loss_scale: LossScale | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        """``records``: every parameter under management, in the order of ``model.parameters()``."""
+        """Make the optimizer; ``records``: every managed parameter, in the order of ``model.parameters()``."""
         _check_max_norm(max_grad_norm)
         self.max_grad_norm = max_grad_norm
         self._gradients, self._loss_scale = gradients, loss_scale
@@ -52,7 +52,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._source, self._known = records, len(records)
         self._members = _members(rule.spec, records)
         self._groups_of = {record: index for index, rows in enumerate(self._members) for record in rows}
-        self._format = StateFormat(gradients, rule, self._kept, self._possible)
+        self._format = StateFormat(gradients, rule, self._kept, self._places)
         self._state = OptimizerState(self._format, list(self._records()), self._keys, self._replace)
         self._complete = False
         super().__init__(
@@ -85,6 +85,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         settings_of = self.settings()
         if not self._gradients.has_gradients():
             return
+        self._check_shapes()
         scaler = self._loss_scale if self._scaled else None
         if self._loss_scale is not None and scaler is None and not self._all_assigned():
             raise InvalidInput(
@@ -115,27 +116,36 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @property
     def scaler(self) -> Scaler:
-        """`scale` and `step` under the names of ``torch.amp.GradScaler``, for code that is written for one."""
+        """Return `scale` and `step` under the names of ``torch.amp.GradScaler``, for code that expects one."""
         return Scaler(self, self._loss_scale)
 
     @property
     def loss_scale(self) -> float:
-        """The factor that `scale` multiplies by."""
+        """Return the factor that `scale` multiplies by."""
         return 1.0 if self._loss_scale is None else self._loss_scale.value
 
     @property
     def last_norm(self) -> float | None:
-        """The last step's global gradient norm, before clipping and without the loss scale; None before any step."""
+        """Return the last step's global gradient norm, unclipped and without the loss scale; None before any step."""
         return None if self._outcome is None else self._outcome.norm
 
     @property
     def last_skipped(self) -> bool:
-        """True if the last step was skipped because a gradient was not finite."""
+        """Return True if the last step was skipped because a gradient was not finite."""
         return self._outcome is not None and self._outcome.skipped
 
     def _all_assigned(self) -> bool:
-        """True if no gradient comes from backward: what the user assigned was lost to no rounding, and has no scale."""
+        """Return True if no gradient comes from backward. Assigned gradients were not rounded, and have no loss
+        scale.
+        """
         return all(record.assigned for record in self._records() if self._gradients.has_gradient(record))
+
+    def _check_shapes(self) -> None:
+        """Raise `InvalidInput` before a step if a parameter that is trained since `chunked` cannot be stepped whole."""
+        if self.rule.whole:
+            for record, index in self._groups_of.items():
+                if self._gradients.has_gradient(record):
+                    self.rule.check_parameter(index, record.name, record.shape)
 
     def _records(self) -> Iterator[ParamState]:
         return (record for members in self._members for record in members)
@@ -175,7 +185,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]  # torch's is an attribute, a defaultdict
     def state(self) -> OptimizerState:
-        """Each parameter's state, read when it is asked for, and written through."""
+        """Return each parameter's state, which is read on access; assignments are written to the engine."""
         return self._state
 
     @state.setter
@@ -224,18 +234,19 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _kept(self, record: ParamState) -> tuple[str, ...]:
         """Name what the entry of a stepped parameter holds."""
         index = self._groups_of[record]
-        return self.rule.state_names(index, self.param_groups[index])
+        return (*self.rule.scalar_names(index), *self.rule.places(index, record.shape, self.param_groups[index]))
 
-    def _possible(self, record: ParamState) -> tuple[str, ...]:
-        """Name what it may hold, whatever the settings."""
-        return self.rule.state_names(self._groups_of[record])
+    def _places(self, record: ParamState) -> tuple[tuple[str, ...], Mapping[str, StatePlace]]:
+        """Name the single values that it may hold, whatever the settings, and return where its tensors are."""
+        index = self._groups_of[record]
+        return self.rule.scalar_names(index), self.rule.places(index, record.shape)
 
     @defer_interrupts_installing
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` of this, or of torch's optimizer of the same kind and groups, gave.
+        """Load a `state_dict` of this optimizer, or of PyTorch's optimizer of the same kind and groups.
 
-        Everything is checked before anything is changed. Parameters change where the state holds their masters: unless
-        weights were loaded since the last step that are others, see [Note: which is loaded first].
+        Everything is checked before anything is changed. Parameters change where the state holds their masters. They do
+        not if other weights were loaded since the last step; see [Note: which is loaded first].
         """
         given = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -264,7 +275,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @defer_interrupts_installing
     def _replace(self, entries: Mapping[ParamState, StateEntry]) -> None:
-        """Write what was assigned in `state`."""
+        """Write the entries that were assigned to `state`."""
         for record, entry in entries.items():
             self._format.write(record, entry)
             if entry.master is not None:
@@ -284,7 +295,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for index, (own, theirs) in enumerate(zip(self.param_groups, saved, strict=True)):
             self.rule.check(f"the state's param_groups[{index}]", theirs)
             _check_order(index, own["param_names"], theirs.get("param_names"))
-            wanted = [key for key, value in self.rule.groups[0].items() if not isinstance(value, bool | None)]
+            wanted = [key for key, value in self.rule.groups[index].items() if not isinstance(value, bool | None)]
             absent = [key for key in wanted if key not in theirs]
             if absent:
                 raise InvalidInput(f"the state's param_groups[{index}] has no {absent[0]!r}: is it {self.rule.name}'s?")
@@ -315,7 +326,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             f"ChunkedOptimizer({self.rule.name}, max_grad_norm={self.max_grad_norm}, loss_scale={self.loss_scale:g})"
         ]
         for index, group in enumerate(self.param_groups):
-            numbers = ", ".join(f"{name}={group[name]}" for name in self.rule.groups[0])
+            numbers = ", ".join(f"{name}={group[name]}" for name in self.rule.groups[index])
             rows.append(f"  group {index}: {len(group['params'])} parameters, {numbers}")
         return "\n".join(rows)
 
@@ -336,7 +347,7 @@ def _group(settings: Mapping[str, Any], members: Sequence[ParamState]) -> dict[s
 
 
 def _check_order(index: int, own: Sequence[str], saved: Sequence[str] | None) -> None:
-    """Refuse the same names in another order: states go by place. Other names may be a wrapper's prefix."""
+    """Refuse the same names in another order: states go by place. Other names may have a wrapper's prefix."""
     if saved is not None and list(saved) != list(own) and sorted(saved) == sorted(own):
         place = next(place for place, (one, other) in enumerate(zip(own, saved, strict=True)) if one != other)
         raise InvalidInput(
@@ -353,8 +364,8 @@ def _check_max_norm(value: object) -> None:
 
 
 def _moved_by_accelerate(caller: FrameType) -> bool:
-    """True for Accelerate's wrapper, which moves a new optimizer's whole state to the accelerator, and back.
+    """Return True for Accelerate's wrapper, which moves a new optimizer's state to the accelerator, and back.
 
-    Before the first step there is nothing in it that the engine has not got; the masters might not fit there.
+    Before the first step that state has nothing new for the engine, and the masters might not fit there.
     """
     return caller.f_globals.get("__name__") == "accelerate.optimizer" and caller.f_code.co_name == "__init__"

@@ -1,14 +1,15 @@
-"""The engine as its optimizer sees it, and the values that pass between them."""
+"""Define the engine's protocol for its optimizer, and the values that pass between them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from ps_core._program import Kind
+from ps_core._program import STATES, Kind
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
@@ -19,7 +20,7 @@ Scalars: TypeAlias = tuple[tuple[str, float], ...]
 
 
 class Progress(NamedTuple):
-    """How far the steps of a parameter have come."""
+    """Count the steps of a parameter, and hold its single values."""
 
     steps: int
     """Number of steps so far."""
@@ -27,8 +28,27 @@ class Progress(NamedTuple):
     """Empty before the first step, and of AdamW, Adam and SGD of `ps_core`."""
 
 
+class StatePlace(NamedTuple):
+    """Where one state of a parameter is, in memory order."""
+
+    kind: Kind
+    """One of `STATES`."""
+    first: int
+    """First element, of as many as the parameter has."""
+    shape: tuple[int, ...]
+
+    def of(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the state's part of a parameter's vectors, which are in the order of `STATES`."""
+        return states[STATES.index(self.kind)][self.first : self.first + math.prod(self.shape)]
+
+
 class StepSettings(Protocol):
     """The settings of one parameter's step. Neighbours with equal settings are stepped in one call."""
+
+    @property
+    def whole(self) -> bool:
+        """True if each parameter is stepped alone, in its shape: neighbours are not put together."""
+        ...
 
     def step(
         self,
@@ -40,8 +60,9 @@ class StepSettings(Protocol):
     ) -> None:
         """Make the step that follows ``progress``, in place.
 
-        ``rows``: the master, and the states in the order of `STATES`. The gradient is multiplied by ``factor``.
-        ``target``: the weight in 16 bits, which may be the same memory as ``gradient``.
+        ``rows``: the master, and the states in the order of `STATES`. All are vectors; a master that is stepped whole
+        has the parameter's shape. The gradient is multiplied by ``factor``. ``target``: the weight in 16 bits, which
+        may be the same memory as ``gradient``.
         """
         ...
 
@@ -50,7 +71,7 @@ class StepSettings(Protocol):
         ...
 
     def values_by_name(self) -> dict[str, Any]:
-        """Return what the step goes by, to be compared between ranks. (Any: some settings are no numbers.)"""
+        """Return the settings for comparison between ranks. (Any: some settings are no numbers.)"""
         ...
 
 
@@ -65,10 +86,10 @@ class Outcome:
 
 
 class OptimizerBackend(Protocol):
-    """The engine, as its optimizer sees it. Gradients are as backward made them: they still hold the loss scale."""
+    """Protocol of the engine, as its optimizer uses it. Gradients still have the loss scale, as backward made them."""
 
     def check_usable(self) -> None:
-        """Raise where nothing can be trained any more."""
+        """Raise if the model may not be trained any more."""
         ...
 
     def has_gradient(self, record: ParamState) -> bool:
@@ -94,7 +115,7 @@ class OptimizerBackend(Protocol):
         ...
 
     def write_state(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
-        """Replace it."""
+        """Replace a moment or the value that steps update."""
         ...
 
     def load_master(self, record: ParamState, value: torch.Tensor) -> None:
@@ -102,5 +123,5 @@ class OptimizerBackend(Protocol):
         ...
 
     def states_loaded(self) -> None:
-        """Hear that a state dict was loaded whole."""
+        """Note that a state dict was loaded whole."""
         ...

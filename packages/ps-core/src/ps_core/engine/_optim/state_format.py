@@ -1,34 +1,35 @@
-"""The state that the optimizer keeps for each parameter, read and written in the format of torch's optimizers.
+"""Read and write each parameter's state in the format of PyTorch's optimizers.
 
 [Note: one format]
-``param_groups[0]`` holds the parameters that no `Group` matches, ``param_groups[i]`` those of ``groups[i - 1]``, empty
-ones too; with no groups that is ``torch.optim.AdamW(model.parameters())``, frozen parameters included (they never have
-a state). ``state_dict()`` is what ``torch.optim.AdamW``, ``Adam`` or ``SGD`` with the same groups would give, and each
-loads the other's; with a `TorchOptimizer` it is what its class would give. Two things are added, which torch's
-optimizers never read:
+``param_groups[0]`` holds the parameters that no `Group` matches, ``param_groups[i]`` those of ``groups[i - 1]``. Empty
+groups are kept. Without groups that is ``torch.optim.AdamW(model.parameters())``. Frozen parameters are included, and
+never have a state. ``state_dict()`` is what ``torch.optim.AdamW``, ``Adam`` or ``SGD`` with the same groups would
+return, and each loads the other's. With a `TorchOptimizer` it is what its class would return. Two things are added,
+which PyTorch's optimizers never read:
 
     state[index]["master"]      the fp32 parameter, where the model's own ``state_dict`` rounds it to 16 bits
-    "loss_scale"                ``torch.amp.GradScaler``'s state, in fp16; in ``param_groups[0]`` too, for of what is
-                                beside the groups ``torch.distributed.checkpoint.state_dict`` keeps nothing
+    "loss_scale"                ``torch.amp.GradScaler``'s state, in fp16; also in ``param_groups[0]``, because
+                                ``torch.distributed.checkpoint.state_dict`` keeps nothing beside the groups
 
-torch's Adam takes any entry that is not empty for one with moments. So a parameter that has a master, but was never
-stepped, has ``step`` 0 and moments of zeros: what torch itself begins with. torch's SGD needs no such filling. The
-states that other classes begin with are not known: masters of parameters that were never stepped are beside the groups
-there, as ``"masters"``, by the parameters' numbers.
+PyTorch's Adam expects moments in any entry that is not empty. So a parameter that has a master, but was never stepped,
+has ``step`` 0 and moments of zeros: PyTorch's own initial values. PyTorch's SGD needs no such values. The initial
+states of other classes are not known. There the masters of parameters that were never stepped are beside the groups, as
+``"masters"``, by the parameters' numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ps_core._errors import InvalidInput
-from ps_core._program import Kind
+from ps_core._program import STATES, Kind
 from ps_core.engine._optim.rules import OptimizerRule
-from ps_core.engine._optim.settings import OptimizerBackend, Progress, Scalars
+from ps_core.engine._optim.settings import OptimizerBackend, Progress, Scalars, StatePlace
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
@@ -41,7 +42,7 @@ class StateEntry:
     """One parameter's state, checked."""
 
     steps: int
-    states: dict[Kind, torch.Tensor]
+    states: dict[str, torch.Tensor]
     """Empty: as before the first step."""
     master: torch.Tensor | None
     """None: the parameter keeps the one it has."""
@@ -56,11 +57,14 @@ class StateFormat:
         gradients: OptimizerBackend,
         rule: OptimizerRule,
         kept: Callable[[ParamState], tuple[str, ...]],
-        possible: Callable[[ParamState], tuple[str, ...]],
+        places: Callable[[ParamState], tuple[tuple[str, ...], Mapping[str, StatePlace]]],
     ) -> None:
-        """``kept``: what a stepped parameter's entry holds; ``possible``: what it may hold by other settings, too."""
+        """``kept``: names what a stepped parameter's entry holds.
+
+        ``places``: names single values, and says where tensors are; both of whatever it may hold by other settings.
+        """
         self._gradients, self._rule = gradients, rule
-        self._kept, self._possible = kept, possible
+        self._kept, self._places = kept, places
 
     def keys(self, record: ParamState, *, master: bool) -> tuple[str, ...]:
         """Name the values in a parameter's entry; ``master``: it holds the master."""
@@ -72,56 +76,68 @@ class StateFormat:
 
     def read(self, record: ParamState, key: str) -> Any:
         """Copy one value into CPU memory (any: a tensor, or a number where torch's optimizer has one)."""
-        kind = Kind.P32 if key == MASTER else self._rule.states.get(key)
-        if kind is None:
+        if key == MASTER:
+            return self._gradients.read_state(record, Kind.P32)
+        place = self._places(record)[1].get(key)
+        if place is None:
             return self._rule.scalar(Progress(record.steps, record.scalars), key)
-        return self._gradients.read_state(record, kind)
+        return _cut(self._gradients.read_state(record, place.kind), place)
 
     def check(self, record: ParamState, given: Mapping[str, Any]) -> StateEntry:
         """Refuse an entry that is not this optimizer's, or does not fit the parameter."""
         entry = {key: value for key, value in given.items() if not _absent(value)}
-        master, states = entry.pop(MASTER, None), self._rule.states
+        master = entry.pop(MASTER, None)
         if not record.trainable:
-            if states.keys() & entry.keys():
+            if entry.keys() - {STEP}:
                 raise InvalidInput(
                     f"there is a state for {record.name!r}, which is frozen; unfreeze it before chunked()"
                 )
             return StateEntry(0, {}, None)
         if master is not None:
-            master = shaped(f"the master of {record.name!r}", master, record)
+            master = shaped(f"the master of {record.name!r}", master, record.shape)
             if master.dtype.itemsize < 4:
                 master = None  # torch's optimizers cast what they load to a parameter's 16 bits: no better than weights
-        wanted = self._possible(record)
-        if not entry or (STEP not in wanted and not states.keys() & entry.keys()):
+        numbers, places = self._places(record)
+        if not entry or (STEP not in numbers and not places.keys() & entry.keys()):
             return StateEntry(0, {}, master)
-        absent = sorted(set(wanted) - entry.keys())
+        absent = sorted({*numbers, *places} - entry.keys())
         if absent:
             raise InvalidInput(
                 f"the state of {record.name!r} has no {absent[0]!r}, found {sorted(entry)}: is it {self._rule.name}'s?"
             )
-        found = {
-            states[key]: shaped(f"{key} of {record.name!r}", entry[key], record) for key in states if key in wanted
-        }
-        steps = step_of(record, entry[STEP]) if STEP in wanted else 1
-        single = {key: _number(record, key, entry[key]) for key in wanted if key not in states}
+        found = {key: shaped(f"{key} of {record.name!r}", entry[key], places[key].shape) for key in places}
+        steps = step_of(record, entry[STEP]) if STEP in numbers else 1
+        single = {key: _number(record, key, entry[key]) for key in numbers}
         return StateEntry(steps, found, master, self._rule.scalars(single) if steps else ())
 
     def write(self, record: ParamState, entry: StateEntry) -> None:
         """Replace a parameter's states and count of steps; masters are the caller's."""
-        states = entry.states
-        if record.steps and not states:
-            states = {kind: torch.zeros(record.shape) for kind in self._rule.states.values()}
-        for kind, value in states.items():
-            self._gradients.write_state(record, kind, on_cpu(value))
+        if record.steps and not entry.states:
+            for kind in STATES[: self._rule.kinds]:
+                zeros = torch.zeros(record.shape, dtype=torch.float32, device="cpu")
+                self._gradients.write_state(record, kind, zeros)
+        for key, value in entry.states.items():
+            self._write(record, key, value)
         record.set_progress(entry.steps, entry.scalars)
+
+    def _write(self, record: ParamState, key: str, value: Any) -> None:
+        """Write one state, which was checked."""
+        place, given = self._places(record)[1][key], on_cpu(value)
+        if place.shape != tuple(record.shape):
+            whole = self._gradients.read_state(record, place.kind)
+            _flat(whole, place).copy_(given.flatten())
+            given = whole
+        self._gradients.write_state(record, place.kind, given)
 
     def set(self, record: ParamState, key: str, value: Any) -> None:
         """Replace one value of a parameter."""
         if not record.trainable:
             raise InvalidInput(f"{record.name!r} is frozen and has no state: unfreeze it before chunked()")
-        possible, kind = self._possible(record), self._rule.states.get(key)
+        numbers, places = self._places(record)
+        possible = (*numbers, *places)
         if key == MASTER:
-            self._gradients.write_state(record, Kind.P32, on_cpu(shaped(f"{key} of {record.name!r}", value, record)))
+            value = shaped(f"{key} of {record.name!r}", value, record.shape)
+            self._gradients.write_state(record, Kind.P32, on_cpu(value))
         elif key not in possible:
             raise InvalidInput(
                 f"optimizer.state has no place for {key!r} of {record.name!r}, only for {[*possible, MASTER]}: keep it "
@@ -132,10 +148,9 @@ class StateFormat:
                 f"{record.name!r} has no state before its first step, so {key!r} cannot be set alone: assign all of "
                 f"{list(possible)}, as in optimizer.state[p] = {{...}}"
             )
-        elif kind is not None:
-            shaped(f"{key} of {record.name!r}", value, record)
-            self._gradients.write_state(record, kind, on_cpu(value))
-            if STEP not in possible:
+        elif key in places:
+            self._write(record, key, shaped(f"{key} of {record.name!r}", value, places[key].shape))
+            if STEP not in numbers:
                 record.set_progress(max(1, record.steps), record.scalars)
         else:
             steps = step_of(record, value) if key == STEP else record.steps
@@ -152,7 +167,7 @@ def _number(record: ParamState, key: str, value: Any) -> float:
 
 
 def _absent(value: Any) -> bool:
-    """True for None, and for what torch's `_unflatten_optim_state_dict` puts where a value is missing: ``{}``."""
+    """Return True for None and ``{}``, which PyTorch's `_unflatten_optim_state_dict` writes for a missing value."""
     return value is None or (isinstance(value, dict) and not value)
 
 
@@ -167,12 +182,24 @@ def step_of(record: ParamState, value: Any) -> int:
     return int(count)
 
 
-def shaped(what: str, value: Any, record: ParamState) -> torch.Tensor:
-    """Refuse a value that is no tensor of the parameter's shape."""
-    if not isinstance(value, torch.Tensor) or value.shape != record.shape:
+def shaped(what: str, value: Any, shape: Sequence[int]) -> torch.Tensor:
+    """Refuse a value that is no tensor of this shape."""
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):
         found = tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)
-        raise InvalidInput(f"{what} must be a tensor of shape {tuple(record.shape)}, found {found}")
+        raise InvalidInput(f"{what} must be a tensor of shape {tuple(shape)}, found {found}")
     return value
+
+
+def _flat(whole: torch.Tensor, place: StatePlace) -> torch.Tensor:
+    """Return the part of a place in a dense tensor of the parameter's shape, as a vector."""
+    return whole.as_strided((math.prod(place.shape),), (1,), place.first)
+
+
+def _cut(whole: torch.Tensor, place: StatePlace) -> torch.Tensor:
+    """Return one state out of a copy of all that its slot holds of a parameter."""
+    if tuple(whole.shape) == place.shape:
+        return whole
+    return _flat(whole, place).clone().view(place.shape)
 
 
 def on_cpu(value: torch.Tensor) -> torch.Tensor:

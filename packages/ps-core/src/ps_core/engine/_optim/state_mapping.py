@@ -1,9 +1,9 @@
-"""``optimizer.state``: a mapping whose values are read from the engine when they are asked for.
+"""Define ``optimizer.state``: a mapping whose values are read from the engine on access.
 
 [Note: written through]
 ``state[p][key]`` is a copy in CPU memory. An assignment writes to the engine's memory at once. So does every change in
-place that PyTorch makes to the copy, to a view of it, or to its ``.data``: `StateTensor` compares version counters
-around each function. NumPy gets an array that cannot be written to, for its writes have no such counter.
+place by PyTorch to the copy, a view of it, or its ``.data``: `StateTensor` compares version counters around each
+function. NumPy gets a read-only array, because its writes have no such counter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AS_ARRAY: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)
 
 
 class OptimizerState(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
-    """``optimizer.state``: an entry for each parameter, once there was a step; see [Note: written through]."""
+    """Map each parameter to its entry, from the first step on; see [Note: written through]."""
 
     def __init__(
         self,
@@ -34,12 +34,12 @@ class OptimizerState(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
         keys: Callable[[ParamState], tuple[str, ...]],
         replace: Callable[[Mapping[ParamState, StateEntry]], None],
     ) -> None:
-        """``keys``: names in a parameter's entry; ``replace``: writes checked entries."""
+        """Make the mapping; ``keys`` names the values of a parameter's entry; ``replace`` writes checked entries."""
         self._form, self._keys_of, self._replace = form, keys, replace
         self._records = {id(record.parameter): record for record in records}
 
     def add(self, records: Sequence[ParamState]) -> None:
-        """Add parameters that were added to the model."""
+        """Include parameters that were added to the model."""
         self._records.update({id(record.parameter): record for record in records})
 
     def _keys(self, record: ParamState) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ class OptimizerState(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
         return record is not None and bool(self._keys(record))
 
     def __getitem__(self, parameter: torch.Tensor) -> ParameterState:
-        """Look a parameter up; one without an entry has an empty one, as in torch's ``defaultdict``."""
+        """Return a parameter's entry; an empty one if it has none, as in PyTorch's ``defaultdict``."""
         record = self._record(parameter)
         return ParameterState(self._form, record, lambda: self._keys(record))
 
@@ -82,13 +82,13 @@ class OptimizerState(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
         return len(list(iter(self)))
 
     def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
-        """Look a parameter up; ``default`` if it has no entry."""
+        """Return a parameter's entry; ``default`` if it has none."""
         if parameter not in self:
             return default
         return self[parameter]
 
     def pop(self, parameter: torch.Tensor, *default: Any) -> Any:
-        """Take a parameter's state away: gives a copy, and the parameter begins as before its first step."""
+        """Return a copy of a parameter's state, and reset the parameter to before its first step."""
         if parameter not in self and default:
             return default[0]
         found = self[parameter].copy()
@@ -96,11 +96,11 @@ class OptimizerState(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
         return found
 
     def clear(self) -> None:
-        """Begin as before the first step: all moments are zeros. Masters stay, they are the parameters."""
+        """Reset all moments to zeros, as before the first step. Masters stay: they are the parameters."""
         self._replace(dict.fromkeys(self._records.values(), StateEntry(0, {}, None)))
 
     def assign(self, entries: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Replace everything: parameters without an entry begin as before their first step."""
+        """Replace all entries: parameters without an entry are reset to before their first step."""
         if entries is self:
             return
         found = dict.fromkeys(self._records.values(), StateEntry(0, {}, None))
@@ -143,7 +143,7 @@ class ParameterState(MutableMapping[str, Any]):
         self.clear()
 
     def clear(self) -> None:
-        """Begin as before the first step: all moments are zeros."""
+        """Reset all moments to zeros, as before the first step."""
         self._form.write(self._record, StateEntry(0, {}, None))
 
     def copy(self) -> dict[str, torch.Tensor]:
@@ -173,7 +173,7 @@ class StateTensor(torch.Tensor):
 
     @classmethod
     def over(cls, value: torch.Tensor, write: Callable[[torch.Tensor], None]) -> StateTensor:
-        """Make one of a copy; ``write`` is called with all of it after each change."""
+        """Wrap a copy; ``write`` is called with all of it after each change."""
         return _viewed(value, value, write)
 
     # Any: torch passes whatever the caller did.
@@ -181,7 +181,7 @@ class StateTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the function, then write what it changed."""
+        """Call the function, then write back what it changed."""
         if func == _SET_DATA:  # a descriptor makes another wrapper each time
             args[0].copy_(args[1])
             return None
@@ -216,7 +216,7 @@ def _viewed(value: torch.Tensor, whole: torch.Tensor, write: Callable[[torch.Ten
 
 
 def _as_view(value: torch.Tensor, sources: Sequence[StateTensor]) -> torch.Tensor:
-    """Make a result that shares a source's memory write its changes too."""
+    """Make a result that shares a source's memory write its changes back too."""
     if isinstance(value, StateTensor):
         return value
     for source in sources:

@@ -1,8 +1,8 @@
-"""Step groups while backward goes on, where nothing has to be decided first: ``Options(step="in_backward")``.
+"""Step groups during backward, where no decision needs all gradients: ``Options(step="in_backward")``.
 
-A plan says behind which of its instructions a group's gradient is complete; see `_simulate.early_steps`. The driver of
-the pass then steps the group, with the settings that the optimizer has at that moment. What is left is stepped by
-``optimizer.step()``: groups that live on the accelerator, and everything of a pass that runs without a plan.
+A plan says behind which of its instructions a group's gradient is complete; see `_simulate.steps_in_backward`. The
+driver of the pass then steps the group, with the settings that the optimizer has at that moment. ``optimizer.step()``
+steps what is left: groups that live on the accelerator, and everything of a pass that runs without a plan.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 
 
 class StepInBackward:
-    """The groups of one model that were stepped since the optimizer's last step; none without that option."""
+    """Track the groups of one model that were stepped since the optimizer's last step; none without that option."""
 
     def __init__(self) -> None:
         self._settings: Callable[[], Callable[[], SettingsOf] | None] | None = None
@@ -28,11 +28,11 @@ class StepInBackward:
         """Those that were stepped within backward, until ``optimizer.step()``, and the settings of that step."""
 
     def use(self, settings: Callable[[], SettingsOf]) -> None:
-        """Read settings by this method of the optimizer, which is made after the engine, and not kept alive here."""
+        """Use this method of the optimizer for settings. The optimizer is made after the engine, and may be freed."""
         self._settings = WeakMethod(settings)
 
     def settings(self) -> SettingsOf:
-        """Return the settings as they are now."""
+        """Return the present settings."""
         method = None if self._settings is None else self._settings()
         if method is None:
             raise InvalidInput(
@@ -41,7 +41,7 @@ class StepInBackward:
         return method()
 
     def check_pass(self) -> None:
-        """Raise before a second pass of a step: it would compute with weights that are partly stepped."""
+        """Raise before a second pass of a step, which would compute with partly stepped weights."""
         if self.groups:
             raise InvalidInput(
                 "a pass with gradients begins before optimizer.step() was called, and Options(step='in_backward') "
@@ -50,7 +50,7 @@ class StepInBackward:
             )
 
     def check_use(self, records: Iterable[ParamState], *, opening: bool) -> None:
-        """Raise if a pass with gradients computes with parameters that were stepped; ``opening``: it only reads."""
+        """Raise if a pass with gradients uses parameters that were stepped; ``opening``: it only reads them."""
         if torch._C._current_graph_task_id() == -1 and (opening or not torch.is_grad_enabled()):
             return
         for record in records:
@@ -62,7 +62,7 @@ class StepInBackward:
                 )
 
     def check_step(self, settings: SettingsOf, max_norm: float | None) -> None:
-        """Raise if gradients are to be clipped of which some were used, or if param groups were changed since."""
+        """Raise if gradients are to be clipped after some were used, or if param groups were changed since then."""
         if max_norm is not None:
             raise InvalidInput(
                 "max_grad_norm was set, but Options(step='in_backward') has stepped groups already: set "
@@ -78,7 +78,7 @@ class StepInBackward:
                     )
 
     def check_gradient(self, record: ParamState) -> None:
-        """Raise if a gradient comes for a group that was stepped."""
+        """Raise if a gradient arrives for a group that was stepped."""
         if record.group in self.groups:
             raise InvalidInput(
                 f"a gradient of {record.name!r} came after its group was stepped within backward: this backward pass "
@@ -86,7 +86,7 @@ class StepInBackward:
             )
 
     def check_read(self, record: ParamState) -> None:
-        """Raise where ``grad`` is read of a parameter whose group was stepped: clipping would see no gradient."""
+        """Raise if ``grad`` of a stepped parameter is read: clipping would see no gradient."""
         if record.group in self.groups:
             raise InvalidInput(
                 f"the gradient of {record.name!r} was used within backward, where its group was stepped: call "
@@ -94,7 +94,7 @@ class StepInBackward:
             )
 
     def check_saved(self, what: str) -> None:
-        """Raise where a checkpoint is made amid a step, of groups that were stepped and others that were not."""
+        """Raise if a checkpoint is made when some groups were stepped and others not."""
         if self.groups:
             raise InvalidInput(
                 f"Options(step='in_backward') has stepped some groups, and nothing can be {what} before the others: "
@@ -102,7 +102,7 @@ class StepInBackward:
             )
 
     def check_discard(self) -> None:
-        """Raise where gradients are forgotten amid a step: some groups would be stepped, and some not."""
+        """Raise if gradients are forgotten when some groups were stepped and others not."""
         if self.groups:
             raise InvalidInput(
                 "zero_grad() before optimizer.step(): Options(step='in_backward') has stepped some groups already; "
@@ -110,7 +110,7 @@ class StepInBackward:
             )
 
     def check_skip(self) -> None:
-        """Raise where a step is to be skipped of which a part was made."""
+        """Raise if a step is to be skipped after a part of it was made."""
         if self.groups:
             raise FloatingPointError(
                 "a gradient is not finite; groups on the host were stepped within backward, so no step can be "
@@ -118,14 +118,14 @@ class StepInBackward:
             )
 
     def end(self) -> None:
-        """Note that the optimizer's step was called, or that all values are to be replaced."""
+        """Note that the optimizer's step was called, or that all values will be replaced."""
         self.groups.clear()
 
 
 def check_step_option(
     options: Options, precision: Precision, *, max_grad_norm: float | None, accumulation_steps: int, alone: bool
 ) -> None:
-    """Raise where steps within backward are asked for, but need a decision first."""
+    """Raise if steps within backward are requested but need a decision on all gradients."""
     if options.step != IN_BACKWARD:
         return
     against = {

@@ -1,21 +1,8 @@
-"""Steps of ``torch.optim`` optimizers: PyTorch's own code, over views of a group's master and states.
-
-[Note: piece by piece]
-An element-wise optimizer gives an element the same bits wherever its vector is cut. So neighbouring parameters are one
-vector here, a shard is stepped like a whole, and a step goes through its vector piece by piece: what PyTorch allocates
-meanwhile has the size of a few pieces. Whether a class is element-wise is tried on a small matrix, and not listed. The
-trial also tells the states: tensors of the parameter's shape have slots, and single values are kept for each parameter.
-
-[Note: first steps]
-PyTorch makes states within the first step, some from the gradient. So in the first step of a parameter each piece is
-given none, and what PyTorch made is copied into the slots.
-"""
+"""Steps of ``torch.optim`` optimizers: the classes of a `TorchOptimizer`, their states and settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,63 +10,116 @@ import torch
 from ps_core._errors import InvalidInput
 from ps_core._options import TorchOptimizer
 from ps_core._program import STATES, Kind
-from ps_core.engine._optim.settings import Progress, Scalars
-
-FREE = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""The settings that change how torch computes a step, and not the result."""
-PIECE_NUMEL, PIECE_NUMEL_ON_CARD = 2**18, 2**22
-"""Elements of a piece. On the CPU they stay in its cache; on a card each piece costs a few launches."""
-_SIDE, _TRIALS = 16, 3
-"""Rows and columns of the matrix, and steps, that a class is tried with."""
-_RESERVED = ("masters", "weights", "buffers", "extra", "master")
-"""Names that a state must not have: checkpoints and state dicts use them for something else."""
+from ps_core.engine._optim.settings import Progress, Scalars, StatePlace
+from ps_core.engine._optim.torch_stepper import FREE, TorchSettings, TorchStepper, kept, plain_value
 
 
 class TorchRule:
-    """One `TorchOptimizer`; see `OptimizerRule`."""
+    """Implement the rule of one `TorchOptimizer`; see `OptimizerRule`."""
 
     starts_from_zeros = False
 
-    def __init__(self, spec: TorchOptimizer) -> None:
+    def __init__(self, spec: TorchOptimizer, parameters: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
+        """``parameters``: of the model, by name; those that are trained must be ones that the classes can step."""
         self.spec = spec
-        kind = spec.kind
-        own = kind is getattr(torch.optim, kind.__name__, None)
-        self.name = f"torch.optim.{kind.__name__}" if own else f"{kind.__module__}.{kind.__qualname__}"
-        if not issubclass(kind, torch.optim.Optimizer):
-            raise InvalidInput(f"TorchOptimizer expects a subclass of torch.optim.Optimizer, found {self.name}")
-        given = [dict(spec.settings), *({**spec.settings, **group.overrides} for group in spec.groups)]
-        self._steppers = [TorchStepper(kind, each, self.name) for each in given]
-        names = dict.fromkeys(name for stepper in self._steppers for name in stepper.states)
+        kinds = [spec.kind, *(group.kind or spec.kind for group in spec.groups)]
+        self.name = " and ".join(dict.fromkeys(map(_name, kinds)))
+        given = [dict(spec.settings)]
+        given += [{**({} if group.kind else spec.settings), **group.overrides} for group in spec.groups]
+        for kind in kinds:
+            if not issubclass(kind, torch.optim.Optimizer):
+                raise InvalidInput(f"TorchOptimizer expects a subclass of torch.optim.Optimizer, found {_name(kind)}")
+        self._steppers = [TorchStepper(kind, each, _name(kind)) for kind, each in zip(kinds, given, strict=True)]
+        self.whole = any(stepper.whole for stepper in self._steppers)
+        self.states: dict[str, Kind] = {}
+        if self.whole or len(set(kinds)) > 1:
+            rows = max([len(stepper.slots) for stepper in self._steppers if not stepper.whole], default=0)
+            self.kinds = max(rows, self._rows_of(parameters))
+            self.states = {f"states_{row}": kind for row, kind in enumerate(STATES[: self.kinds], 1)}
+        else:
+            self._share_slots()
+
+    def _share_slots(self) -> None:
+        """Give a state the same slot in all groups, and checkpoints its name."""
+        names = dict.fromkeys(name for stepper in self._steppers for name in stepper.slots)
         if len(names) > len(STATES):
             raise InvalidInput(f"{self.name} keeps {', '.join(names)}: at most {len(STATES)} states can be managed")
-        self.states: dict[str, Kind] = dict(zip(names, STATES, strict=False))
-        self.kinds = len(names)
-        self.defaults: dict[str, Any] = self._steppers[0].defaults
-        self.groups = [stepper.defaults for stepper in self._steppers]
+        self.kinds, self.states = len(names), dict(zip(names, STATES, strict=False))
+        for stepper in self._steppers:
+            stepper.slots = {name: self.states[name] for name in stepper.slots}
+
+    def _rows_of(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Return how many slots the states of these parameters take; raise `InvalidInput` if one cannot be trained."""
+        rows = 0
+        for name, parameter in parameters:
+            matches = (i for i, group in enumerate(self.spec.groups, 1) if group.match(name, parameter))
+            index = next(matches, 0)
+            try:
+                places = self._places(index, name, parameter.shape)
+            except InvalidInput:
+                if parameter.requires_grad and parameter.is_floating_point():
+                    raise
+                continue
+            rows = max([rows, *(STATES.index(place.kind) + 1 for place in places.values())])
+        return rows
+
+    def _places(self, index: int, name: str, shape: Sequence[int]) -> Mapping[str, StatePlace]:
+        try:
+            return self._steppers[index].places(shape)
+        except InvalidInput as error:
+            raise InvalidInput(
+                f"{name!r} has shape {tuple(shape)}: {error}. Give such parameters another class, as in "
+                "Group(match=lambda name, parameter: parameter.dim() != 2, kind=torch.optim.AdamW, lr=1e-3), or freeze "
+                "them by requires_grad_(False)"
+            ) from None
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Return the settings of the class, all of them."""
+        return self._steppers[0].defaults
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the settings of each param group at the start."""
+        return [stepper.defaults for stepper in self._steppers]
 
     def check(self, where: str, group: Mapping[str, Any]) -> None:
-        """Do nothing: every setting is PyTorch's to follow."""
+        """Do nothing: PyTorch implements every setting."""
+
+    def check_parameter(self, index: int, name: str, shape: Sequence[int]) -> None:
+        """Raise `InvalidInput` if a parameter that is trained since cannot be stepped, or has no room for states."""
+        for state, place in self._places(index, name, shape).items():
+            if place.kind not in STATES[: self.kinds]:
+                raise InvalidInput(
+                    f"{name!r} of shape {tuple(shape)} has no room for its {state!r}: memory was laid out before it "
+                    "was added. release(model) and call chunked again, which lays it out anew"
+                )
 
     def read(self, index: int, group: Mapping[str, Any]) -> TorchSettings:
-        """Read a param group; raise `InvalidInput` if other states would come of it."""
+        """Read a param group; raise `InvalidInput` if its settings imply other states."""
         stepper = self._steppers[index]
-        values = tuple((name, _value(name, group[name])) for name in stepper.defaults if name not in FREE)
-        kept = _kept(stepper, values)
-        if set(kept) != set(stepper.names):
+        values = tuple((name, plain_value(name, group[name])) for name in stepper.defaults if name not in FREE)
+        found = kept(stepper, values)
+        if set(found) != set(stepper.names):
             raise InvalidInput(
-                f"param_groups[{index}] was changed so that {self.name} keeps {', '.join(kept) or 'nothing'} for each "
-                f"parameter; memory was laid out for {', '.join(stepper.names) or 'nothing'}: give such settings to "
-                "TorchOptimizer(...), and leave them"
+                f"param_groups[{index}] was changed so that {stepper.name} keeps {', '.join(found) or 'nothing'} for "
+                f"each parameter; memory was laid out for {', '.join(stepper.names) or 'nothing'}: give such settings "
+                "to TorchOptimizer(...), and leave them"
             )
-        places = tuple((name, list(self.states).index(name)) for name in stepper.states)
-        return TorchSettings(stepper, values, places)
+        return stepper.settings(values)
 
-    def state_names(self, index: int, group: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        """Name what torch's optimizer keeps for a parameter of a param group."""
-        return self._steppers[index].names
+    def places(
+        self, index: int, shape: Sequence[int], group: Mapping[str, Any] | None = None
+    ) -> Mapping[str, StatePlace]:
+        """Return where the states of a parameter of this shape are, by torch's names."""
+        return self._steppers[index].places(shape)
+
+    def scalar_names(self, index: int) -> tuple[str, ...]:
+        """Name the single values that torch's optimizer keeps for a parameter of a param group."""
+        return tuple(self._steppers[index].scalars)
 
     def scalar(self, progress: Progress, name: str) -> Any:
-        """Return a single value as torch's optimizer keeps it (any: a tensor, or a number)."""
+        """Return a single value as PyTorch's optimizer keeps it (any: a tensor, or a number)."""
         stepper = next(each for each in self._steppers if name in each.scalars)
         return stepper.restored(name, dict(progress.scalars)[name])
 
@@ -89,7 +129,7 @@ class TorchRule:
         return tuple((name, values[name]) for name in stepper.scalars)
 
     def for_torch(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Clear ``foreach`` where nothing else was chosen: steps are those of torch's loop over single tensors."""
+        """Clear ``foreach`` unless the user set it: steps are those of PyTorch's loop over single tensors."""
         loops = "foreach" in group and group["foreach"] is None and not group.get("fused")
         return {**group, "foreach": False} if loops else group
 
@@ -97,192 +137,6 @@ class TorchRule:
         return f"{self.spec!r} and {len(self.spec.groups)} groups"
 
 
-class TorchStepper:
-    """A class with the settings of one param group, tried."""
-
-    def __init__(self, kind: type, given: dict[str, Any], name: str) -> None:
-        self._kind, self._name = kind, name
-        self._given = {key: value for key, value in given.items() if key not in FREE}
-        parameter = _matrix(0)
-        whole = self._call("made", lambda: kind([parameter], **given))
-        self.defaults = {key: value for key, value in whole.param_groups[0].items() if key != "params"}
-        self.names: tuple[str, ...] = ()
-        """Of all values that are kept for a parameter."""
-        self.states: tuple[str, ...] = ()
-        """Of those that have the parameter's shape."""
-        self.scalars: dict[str, torch.dtype | type] = {}
-        """Of those that are one value, and its type."""
-        self._try(parameter)
-
-    def __repr__(self) -> str:
-        return self._name
-
-    def _try(self, parameter: torch.Tensor) -> None:
-        """Step a matrix whole, and in pieces; raise `InvalidInput` unless that is the same."""
-        values = tuple((key, _value(key, value)) for key, value in self.defaults.items() if key not in FREE)
-        whole, flat = self._optimizer(parameter, values), parameter.flatten().clone()
-        rows, progress = [flat], Progress(0)
-        for number in range(_TRIALS):
-            parameter.grad = _matrix(number + 1)
-            self._call("stepped with a dense gradient and no closure", lambda: _step(whole))
-            state = whole.state[parameter]
-            if not number:
-                self._sort(state, parameter.shape)
-                rows += [torch.empty_like(flat) for _ in self.states]
-            settings = TorchSettings(self, values, tuple((name, place) for place, name in enumerate(self.states)))
-            try:
-                scalars = settings.after(progress)
-                settings.step(progress, rows, _matrix(number + 1).flatten(), None, 1.0, piece_numel=64)
-            except Exception as error:  # as below: of a class that wants matrices
-                raise self._not_element_wise(f"parts of a matrix cannot be stepped ({error})") from error
-            progress = Progress(number + 1, scalars)
-            expected = [parameter, *(state[name] for name in self.states)]
-            same = all(torch.equal(one.flatten(), row) for one, row in zip(expected, rows, strict=True))
-            if not same or dict(scalars) != {name: float(state[name]) for name in self.scalars}:
-                raise self._not_element_wise("it steps a matrix otherwise than parts of it")
-
-    def _sort(self, state: Mapping[str, Any], shape: torch.Size) -> None:
-        """Note which values of a parameter's state have its shape, and which are single."""
-        for name, value in state.items():
-            single = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not value.dim())
-            if single:
-                self.scalars[name] = value.dtype if isinstance(value, torch.Tensor) else type(value)
-            elif isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (shape, torch.float32):
-                self.states += (name,)
-            elif value is not None:
-                raise self._not_element_wise(f"its state {name!r} has neither the parameter's shape nor one value")
-            if name in _RESERVED or not name.isidentifier():
-                raise InvalidInput(f"{self._name} has a state {name!r}, a name that checkpoints use otherwise")
-            self.names += (name,) if value is not None else ()
-
-    def _not_element_wise(self, why: str) -> InvalidInput:
-        return InvalidInput(
-            f"{self._name} cannot be managed: {why}. A group's parameters are stepped as one vector, and with several "
-            "processes each has a part of it, so an optimizer must treat each element alone, as RMSprop does; use one "
-            "that does, or keep this one for a model that fits without chunked()"
-        )
-
-    def _call(self, what: str, function: Any) -> Any:
-        try:
-            return function()
-        except Exception as error:  # whatever a class of somebody else's raises
-            raise InvalidInput(f"{self._name} could not be {what}: {error}") from error
-
-    def _optimizer(self, parameter: torch.Tensor, values: Scalars) -> torch.optim.Optimizer:
-        """Make torch's optimizer of one tensor, with these settings."""
-        optimizer: torch.optim.Optimizer = self._kind([parameter], **self._given)
-        group = optimizer.param_groups[0]
-        group.update(values)
-        if "foreach" in group:
-            group["foreach"] = False
-        return optimizer
-
-    def restored(self, name: str, value: float) -> Any:
-        """Return a single value as the class keeps it (any: a tensor, or a number)."""
-        kind = self.scalars[name]
-        return torch.tensor(value, dtype=kind, device="cpu") if isinstance(kind, torch.dtype) else kind(value)
-
-    def step(self, parameter: torch.Tensor, gradient: torch.Tensor, values: Any, state: Mapping[str, Any]) -> Any:
-        """Step one piece in place; return its state. An empty one: the first step."""
-        optimizer = self._optimizer(parameter, values)
-        parameter.grad = gradient
-        if state:
-            optimizer.state[parameter] = dict(state)
-        _step(optimizer)
-        parameter.grad = None
-        return optimizer.state[parameter]
-
-
-@dataclass(frozen=True, slots=True)
-class TorchSettings:
-    """The settings of one param group at a step; see `StepSettings`."""
-
-    stepper: TorchStepper
-    values: tuple[tuple[str, Any], ...]
-    places: tuple[tuple[str, int], ...]
-    """Which row after the master each state is."""
-
-    def step(
-        self,
-        progress: Progress,
-        rows: Sequence[torch.Tensor],
-        gradient: torch.Tensor,
-        target: torch.Tensor | None,
-        factor: float,
-        *,
-        piece_numel: int = 0,
-    ) -> None:
-        """Make the step; see [Note: piece by piece]. ``piece_numel`` 0: what suits the memory."""
-        master, *states = rows
-        numel = piece_numel or (PIECE_NUMEL_ON_CARD if master.is_cuda else PIECE_NUMEL)
-        for start in range(0, master.numel(), numel):
-            span = slice(start, start + numel)
-            piece, row = master[span], gradient[span].float()
-            given = self._state(progress, {name: states[place][span] for name, place in self.places})
-            made = self.stepper.step(piece, row if factor == 1.0 else row * factor, self.values, given)
-            for name, place in self.places:
-                if made[name] is not given.get(name):
-                    states[place][span].copy_(made[name])
-            if target is not None:
-                target[span].copy_(piece)
-
-    def after(self, progress: Progress) -> Scalars:
-        """Return the scalars after the step; see `_after`."""
-        return _after(self.stepper, self.values, self.places, progress)
-
-    def values_by_name(self) -> dict[str, Any]:
-        """Return the settings by name."""
-        return dict(self.values)
-
-    def _state(self, progress: Progress, states: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the state to give to torch's optimizer; empty for a first step."""
-        if not progress.steps:
-            return {}
-        return {**{name: self.stepper.restored(name, value) for name, value in progress.scalars}, **states}
-
-
-@lru_cache(maxsize=256)
-def _after(stepper: TorchStepper, values: Any, places: tuple[tuple[str, int], ...], progress: Progress) -> Scalars:
-    """Return what single values become in a step: they depend on settings alone, so that two elements tell."""
-    state = {}
-    if progress.steps:
-        state = {name: stepper.restored(name, value) for name, value in progress.scalars}
-        state |= {name: _pair(0.0) for name, _ in places}
-    made = stepper.step(_pair(0.0), _pair(1.0), values, state)
-    return tuple((name, float(made[name])) for name in stepper.scalars)
-
-
-@lru_cache(maxsize=64)
-def _kept(stepper: TorchStepper, values: Any) -> tuple[str, ...]:
-    """Name what a first step with these settings keeps."""
-    made = stepper.step(_pair(0.0), _pair(1.0), values, {})
-    return tuple(name for name, value in made.items() if value is not None)
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    """Step without the hooks that users register for all optimizers, which are for theirs, and not for these."""
-    function: Any = type(optimizer).step
-    if getattr(function, "hooked", False):
-        function = function.__wrapped__
-    function(optimizer)
-
-
-# Not of the default type and on the default device, which are the user's.
-
-
-def _matrix(seed: int) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(_SIDE, _SIDE, generator=generator, dtype=torch.float32, device="cpu")
-
-
-def _pair(value: float) -> torch.Tensor:
-    return torch.full((2,), value, dtype=torch.float32, device="cpu")
-
-
-def _value(name: str, value: Any) -> Any:
-    """Return a setting of a param group as what can be compared (any: settings of any class)."""
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise InvalidInput(f"{name} must be one number when the optimizer steps, found {value!r}")
-        return value.item()
-    return tuple(value) if isinstance(value, list) else value
+def _name(kind: type) -> str:
+    own = kind is getattr(torch.optim, kind.__name__, None)
+    return f"torch.optim.{kind.__name__}" if own else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,7 +1,7 @@
-"""Find tensors of a model that share memory with its parameters: ties are kept, everything else is refused by name.
+"""Find tensors of a model that share memory with its parameters: keep ties, refuse all others by name.
 
-The engine moves each parameter to memory of its own, so whatever else reads or writes the old memory would keep the old
-values. Two parameters with the same elements in the same order are a *tie*: the engine keeps these equal.
+The engine moves each parameter to other memory. Anything else that uses the old memory would keep the old values. Two
+parameters with the same elements in the same order are a *tie*: the engine keeps these equal.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def find_ties(model: nn.Module) -> list[list[str]]:
 
 
 def tied_by_memory(names: list[str], why: str) -> UnsupportedParameter:
-    """Say that a tie cannot be kept."""
+    """Return the error for a tie that cannot be kept."""
     return UnsupportedParameter(
         f"the parameters {names[0]!r} and {names[1]!r} share memory, {why}: before chunked(...), share the Parameter "
         "itself, as in `model.head.weight = model.table.weight`, or give one of them memory of its own (.clone())"
@@ -79,7 +79,7 @@ def _refused(what: str, other: _Named) -> UnsupportedParameter:
 
 
 def _check_own_elements(found: _Named) -> None:
-    """Refuse a trained parameter of which several elements are one place in memory; PyTorch's optimizers do too."""
+    """Refuse a trained parameter with several elements at one place in memory, as PyTorch's optimizers do."""
     tensor = found.tensor
     places = (found.range.stop - found.range.start) // tensor.itemsize
     if tensor.requires_grad and tensor.numel() > places:
@@ -90,7 +90,7 @@ def _check_own_elements(found: _Named) -> None:
 
 
 class _Index:
-    """Parameters by address."""
+    """Index parameters by address."""
 
     def __init__(self, parameters: list[_Named]) -> None:
         self._rows: dict[tuple[str, int], list[_Named]] = {}
@@ -113,7 +113,7 @@ def _meet(one: _Named, other: _Named) -> bool:
     if one.tensor is other.tensor or (one.range == other.range and _layout(one.tensor) == _layout(other.tensor)):
         return True
     start, stop = min(one.range.start, other.range.start), max(one.range.stop, other.range.stop)
-    taken = torch.zeros(stop - start, dtype=torch.bool)
+    taken = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
     _bytes(taken, one, start).fill_(True)
     return bool(_bytes(taken, other, start).any())
 
@@ -151,7 +151,7 @@ def _range(tensor: torch.Tensor) -> _Range | None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that modules hold, by the path to each: parameters, buffers, and those in attributes."""
+    """Yield the tensors that modules hold, with the path to each: parameters, buffers and other attributes."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         seen.add(id(module))

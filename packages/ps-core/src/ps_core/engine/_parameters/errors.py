@@ -196,7 +196,7 @@ def tables_too_large(store: TierStore, groups: list[ParamGroup], needed_bytes: i
 
 
 def whole_table(name: str) -> UnsupportedParameter:
-    """Something other than its own lookup reads a table that stays on the host."""
+    """Return the error for reading a whole table that stays on the host, other than by its lookup."""
     return UnsupportedParameter(
         f"{name!r} is a table that stays on the host (HostEmbedding), of which only rows that are looked up reach the "
         "accelerator, and something else reads all of it (a tied head, its norm, a compiled block around it): make it "
@@ -228,7 +228,9 @@ def backward_within_backward() -> UnsupportedParameter:
 
 
 def _in_reentrant_checkpoint() -> bool:
-    """True if reentrant checkpointing's own backward is among the callers; on CUDA another thread may hide it."""
+    """Return True if reentrant checkpointing's own backward is among the callers; on CUDA another thread may hide
+    it.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is checkpoint.CheckpointFunction.backward.__code__:

@@ -23,7 +23,7 @@ _Extent: TypeAlias = tuple[ParamGroup, Kind]
 def kinds_of(group: ParamGroup, *, accumulates: bool) -> tuple[Kind, ...]:
     """Return the kinds of a group that have a home slot.
 
-    Shards, and tables on the host, always have sums in fp32, for nothing else could hold their gradients.
+    Shards, and tables on the host, always have sums in fp32: nothing else could hold their gradients.
     """
     if not group.trainable:
         return (group.weight,)
@@ -38,7 +38,7 @@ def bytes_of(group: ParamGroup, kind: Kind) -> int:
 
 
 def reserve_homes(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> None:
-    """Reserve home slots: below the compute tier as far as there is room, the first groups on it if need be."""
+    """Reserve home slots below the compute tier; if there is too little room, the first groups' on it."""
     last = len(store.tiers) - 1
     if last:
         _check_compute_tier(store, groups, accumulates=accumulates)
@@ -64,6 +64,7 @@ def reserve_homes(store: TierStore, groups: list[ParamGroup], *, accumulates: bo
         raise everything_too_large(store, groups, everything)
     if store.file is not None:
         store.file.prepare(sum(blocks(bytes_of(*row)) for row, tier in tiers.items() if store.is_disk(tier)))
+    _prepare_host(store, [row for row, tier in tiers.items() if store.tiers[tier].name == "host"])
     for group in rest:
         for kind in kinds_of(group, accumulates=accumulates):
             _reserve(store, group, kind, tiers.get((group, kind), 0))
@@ -75,7 +76,7 @@ def reserve_homes(store: TierStore, groups: list[ParamGroup], *, accumulates: bo
 def _place_fixed(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> int:
     """Reserve home slots that never move: from the compute tier's end down, or on the host.
 
-    Return the end of the compute tier's rest.
+    Return the end of the compute tier's remaining range.
     """
     top = store.tiers[0].capacity_bytes
     below = [group for group in groups if group.on_host]
@@ -83,6 +84,7 @@ def _place_fixed(store: TierStore, groups: list[ParamGroup], *, accumulates: boo
     homes = sum(bytes_of(group, kind) for group in below for kind in kinds_of(group, accumulates=accumulates))
     if below and homes + gradients > store.free_bytes(1):
         raise tables_too_large(store, below, homes + gradients)
+    _prepare_host(store, [(group, kind) for group in below for kind in kinds_of(group, accumulates=accumulates)])
     for group in groups:
         for kind in kinds_of(group, accumulates=accumulates):
             if group.on_host:
@@ -93,6 +95,11 @@ def _place_fixed(store: TierStore, groups: list[ParamGroup], *, accumulates: boo
     if below:
         store.ledger.fix_on_host(homes, gradients)
     return top
+
+
+def _prepare_host(store: TierStore, extents: list[_Extent]) -> None:
+    """Have host memory ready for the home slots of these, in one piece as far as that can be."""
+    store.device.prepare_host([bytes_of(*row) for row in sorted(extents, key=lambda row: row[0].index)])
 
 
 def _assign_tiers(store: TierStore, extents: list[_Extent], largest: int) -> dict[_Extent, int] | None:
@@ -113,7 +120,10 @@ def _assign_tiers(store: TierStore, extents: list[_Extent], largest: int) -> dic
 
 
 def _check_compute_tier(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> None:
-    """Whatever a moment needs besides, it needs one group, and the pinned ones; above a disk a step needs one whole."""
+    """Raise `DoesNotFit` unless the compute tier holds the pinned groups and the largest other group.
+
+    Above a disk it must also hold everything that one group's step uses.
+    """
     pinned = sum(
         bytes_of(group, kind)
         for group in groups
@@ -145,7 +155,7 @@ def _reserve(store: TierStore, group: ParamGroup, kind: Kind, tier: int, offset:
 def copy_in_values(
     records: dict[str, ParamState], values: Iterable[tuple[str, nn.Parameter, torch.Tensor]], owner: Any
 ) -> None:
-    """Pack each value as it comes, and let its parameter be managed; its own memory is free after that."""
+    """Pack each value as it comes, and make its parameter managed; the value's own memory is free after that."""
     for name, parameter, value in values:
         record = records.get(name)
         if record is not None:
@@ -164,7 +174,7 @@ def write_value(record: ParamState, value: torch.Tensor, owner: Any) -> None:
         if chunk.home.place is None and not group.gathered:
             record.shaped(chunk.home.flat(dtype, group.chunk_numel)).copy_(value)
         else:
-            flat = torch.empty(record.numel, dtype=dtype)
+            flat = torch.empty(record.numel, dtype=dtype, device="cpu")
             flat.as_strided(record.shape, record.stride).copy_(value)
             owner.residency.replace(record, kind, flat)
 

@@ -1,11 +1,11 @@
-"""Track loads of fp32 masters: state dicts of a 16-bit model hold them rounded, the optimizer's hold them exactly.
+"""Track loads of fp32 masters: a 16-bit model's state dict rounds them, the optimizer's holds them exactly.
 
 [Note: which is loaded first]
-A model's weights and its optimizer's masters, saved at one moment, are the same numbers at two precisions. Whichever is
-loaded first, the second agrees with it. Each master, rounded to the type of the loaded weight, is that weight. Where
-they agree, the master stays. Where they do not, the weights were changed on purpose, and stay as they were loaded, as
-in plain PyTorch. If no weights were loaded since the last step, the parameters become the masters. A line says so where
-they were others. The next step ends all this: masters that were stepped belong to no state dict.
+Weights and masters that were saved together are the same numbers at two precisions. Whichever is loaded first, the
+second is compared with it. Each master, rounded to the type of the loaded weight, should be that weight. Where they
+agree, the master stays. Where they do not, the weights were changed on purpose, and stay as they were loaded, as in
+plain PyTorch. If no weights were loaded since the last step, the parameters become the masters. A line is logged where
+they differed. The next step ends all this: masters that were stepped belong to no state dict.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Masters:
         *,
         speaks: bool,
     ) -> None:
-        """``read`` copies a master into CPU memory; ``name`` is the model's; ``speaks``: this process warns."""
+        """Start to track; ``read`` copies a master to CPU memory, ``name`` is the model's, ``speaks``: this process
+        warns.
+        """
         self._read, self._name = read, name
         self._weights: dict[ParamState, torch.dtype] = {}
         """Parameters whose weights were loaded, and the type they were loaded in."""
@@ -45,7 +47,7 @@ class Masters:
         self._told = self._exchange_told = not speaks
 
     def weight(self, record: ParamState, value: torch.Tensor) -> torch.Tensor | None:
-        """Choose the master that follows from a loaded weight; None: the one that is there stays."""
+        """Choose the master that follows from a loaded weight; None: keep the present one."""
         self.changed = True
         dtype, value = value.dtype, value.detach()
         self._weights[record] = dtype
@@ -61,7 +63,7 @@ class Masters:
         return value
 
     def replaced(self, record: ParamState, dtype: torch.dtype) -> None:
-        """Note that weights of this type took the place of a master."""
+        """Note that weights of this type replaced a master."""
         self.changed = True
         self._weights[record] = dtype
         self._given.pop(record, None)
@@ -70,7 +72,7 @@ class Masters:
             self._rounded[record] = None
 
     def master(self, record: ParamState, value: torch.Tensor) -> torch.Tensor:
-        """Choose the master that follows from one of an optimizer's state."""
+        """Choose the master that follows from one in an optimizer's loaded state."""
         self.changed = True
         present = self._read(record)
         agreed = _agreed(present, value, self._weights.get(record, record.dtype))
@@ -105,13 +107,13 @@ class Masters:
         self._exchanged.clear()
 
     def before_step(self) -> None:
-        """Training goes on: tell of what was lost. Masters change from here on."""
+        """Log what was lost by loading, and stop comparing: the step changes the masters."""
         self._tell()
         self.forget()
         self.changed = False
 
     def forget(self) -> None:
-        """Masters are whole again, or are no longer those that were loaded."""
+        """Forget what was loaded: masters are whole again, or were replaced."""
         self._weights.clear()
         self._given.clear()
         self._rounded.clear()
@@ -135,12 +137,12 @@ def _names(records: Iterable[ParamState]) -> list[str]:
 
 
 def _lossy(record: ParamState, dtype: torch.dtype) -> bool:
-    """True if weights of this type hold less than the parameter's master does."""
+    """Return True if weights of this type are less precise than the parameter's master."""
     return record.trainable and record.dtype.itemsize < 4 and dtype.itemsize < 4
 
 
 def _agreed(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Compare element by element after rounding to a type; not-a-number agrees with itself."""
+    """Compare element by element after rounding to a type; not-a-number equals itself."""
     if dtype.itemsize < 4 and dtype.is_floating_point:
         one, other = one.to(dtype), other.to(dtype)
     one, other = one.float(), other.float()

@@ -1,7 +1,7 @@
-"""Which parameters share a group: settled before any value is looked at, and for good.
+"""Choose which parameters share a group, before any value is read; groups never change afterwards.
 
-Parameters come in the order in which modules register them, which is nearly always the order of use; a group holds
-whole tensors of one sort and ends where blocks (the entries of a ModuleList) end, if they fit.
+Parameters come in the order in which modules register them, which is nearly always the order of use. A group holds
+whole tensors of one sort. It ends where a block (an entry of a ModuleList) ends, if the block fits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _GroupKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Groups, and what every parameter is in them."""
+    """List all groups, and the record of every parameter in them."""
 
     groups: list[ParamGroup]
     records: dict[str, ParamState]
@@ -85,7 +85,7 @@ def group_parameters(
     tables: Collection[str] = (),
     ties: Collection[Collection[str]] = (),
 ) -> Grouping:
-    """Groups for a model; nothing is moved or allocated yet.
+    """Return groups for a model; nothing is moved or allocated yet.
 
     ``states``: how many the optimizer keeps; None: there is none. ``tables`` stay on the host. Parameters of a tie
     (``ties``, by name) come one after the other, in one group.
@@ -150,7 +150,7 @@ def _record(
 ) -> ParamState:
     stride = parameter.stride()
     if not _dense(parameter):
-        stride = torch.empty(parameter.shape, device="meta").stride()
+        stride = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
     return ParamState(
         index=index,
         name=name,
@@ -177,7 +177,7 @@ def _dense(parameter: nn.Parameter) -> bool:
 
 
 def _units(model: nn.Module, ties: Collection[Collection[str]]) -> list[list[_Tied]]:
-    """Parameters by the block they belong to, in order; those of a tie together, where the first of them belongs."""
+    """Return parameters by the block they belong to, in order; a tie belongs to the first block that has it."""
     units: dict[str, list[_Tied]] = {}
     first_of = {name: next(iter(tie)) for tie in ties for name in tie}
     begun: dict[str, _Tied] = {}

@@ -1,8 +1,8 @@
-"""The class every managed parameter gets: it fetches its memory before any operation on it.
+"""Define the class of managed parameters, which fetches their memory before any operation on them.
 
-A parameter keeps its identity; only its class changes, and changes back when the model is released. What asks for
-shape, type or place is answered at once. The gradient is the engine's to answer. Any other function first fetches each
-managed parameter among its arguments. So nothing can meet memory that is not there.
+A parameter keeps its identity. Only its class changes, and changes back when the model is released. Questions about
+shape, type or device are answered at once. The engine answers what reads the gradient. Any other function first fetches
+each managed parameter among its arguments. So no function can meet memory that is not there.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Function = Callable[..., Any]
 
 
 class ParameterOwner(Protocol):
-    """The engine that manages a parameter, as the parameter sees it."""
+    """Protocol of the engine that manages a parameter, as the parameter uses it."""
 
     def call(self, records: list[ParamState], function: Function, args: Any, kwargs: Any) -> Any:
-        """Call a function once these parameters are where it can read them."""
+        """Fetch these parameters, and call the function."""
 
     def get_gradient(self, record: ParamState) -> Any:
         """Return what ``parameter.grad`` reads."""
@@ -48,7 +48,7 @@ class ParameterOwner(Protocol):
 
 
 def _descriptor(name: str) -> Any:
-    """Return a tensor property itself (any: a C descriptor, which torch's stubs type as its value)."""
+    """Return a tensor property itself (any: a C descriptor, which PyTorch's stubs type as its value)."""
     return getattr(torch.Tensor, name)
 
 
@@ -106,11 +106,13 @@ _SET_DATA = _descriptor("data").__set__
 
 
 class _CompiledWhole(UnsupportedParameter, AssertionError):
-    """What ``torch.compile`` lets through as it is: it wraps all errors but a few kinds, such as failed assertions."""
+    """Make `UnsupportedParameter` pass ``torch.compile`` unwrapped: it wraps all errors but a few kinds, like
+    this one.
+    """
 
 
 class ManagedParameter(nn.Parameter):
-    """A parameter whose memory comes and goes."""
+    """A parameter whose memory is fetched and evicted."""
 
     _record: ParamState
     _owner: ParameterOwner
@@ -217,7 +219,7 @@ def _call_of_several(found: list[ManagedParameter], func: Function, args: Any, k
 
 
 def _as_edges(values: Any) -> list[Any]:
-    """Arguments of what goes through the graph, with managed parameters as places in the graph: no memory is wanted."""
+    """Replace managed parameters by their edges in the autograd graph, for functions that read no memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return [
             get_gradient_edge(value)
@@ -230,7 +232,7 @@ def _as_edges(values: Any) -> list[Any]:
 
 
 def _brought_by(owner: ParameterOwner, records: list[ParamState], func: Function) -> Function:
-    """Return the function, wrapped so that another engine fetches its own parameters before the call."""
+    """Wrap the function, so that another engine fetches its own parameters before the call."""
     return lambda *args, **kwargs: owner.call(records, func, args, kwargs)
 
 
@@ -293,7 +295,7 @@ _SPECIAL: dict[Function, Callable[[ManagedParameter, Function, Any, Any], Any]] 
 
 
 def clear_grad(parameter: nn.Parameter) -> None:
-    """Take autograd's own gradient away."""
+    """Clear the gradient that autograd keeps itself."""
     with torch._C.DisableTorchFunctionSubclass():
         parameter.grad = None
 
@@ -317,7 +319,7 @@ def accept_changes(record: ParamState) -> None:
 
 
 def plain_value(record: ParamState, read: Callable[[ParamState], torch.Tensor]) -> torch.Tensor:
-    """Return what a parameter holds once it is plain: a copy, or the memory of a tied one."""
+    """Return the value that a parameter has once it is plain: a copy, or the memory of a tied one."""
     for other in record.others:
         if type(other.parameter) is not ManagedParameter:
             return other.parameter.detach()
@@ -332,8 +334,13 @@ def unmanage(parameter: nn.Parameter, value: torch.Tensor) -> None:
     set_data(parameter, value)
 
 
+def is_ordinary_for_a_block(parameter: nn.Parameter) -> bool:
+    """Return True for a managed parameter that is an ordinary one inside `materialized`."""
+    return not isinstance(parameter, ManagedParameter) and hasattr(parameter, "_owner")
+
+
 def make_plain(parameter: nn.Parameter) -> None:
-    """Give a managed parameter the class back that it came with."""
+    """Restore the class that a managed parameter had before."""
     assert isinstance(parameter, ManagedParameter), "only managed parameters are to become plain"
     given: type[Any] = parameter._record.given[0]
     parameter.__class__ = given

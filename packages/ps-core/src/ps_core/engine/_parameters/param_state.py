@@ -1,4 +1,4 @@
-"""Keep what the engine knows of each parameter and of each group: bookkeeping only, no bytes are moved here."""
+"""Record what the engine knows of each parameter and each group; this module moves no bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ps_core.engine._parameters.state_transitions import (
 HOST = 1
 """The tier of the host's memory."""
 TAIL_NUMEL = 64
-"""A group's elements are a multiple of this, so that every kind of its chunks is a multiple of 128 bytes."""
+"""The number of a group's elements is a multiple of this; every chunk's size, of 128 bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,41 +98,41 @@ class ParamState:
         self.live_on(torch.device("cpu"))
 
     def live_on(self, device: torch.device) -> None:
-        """Make a placeholder on ``device``: not-a-number in the right shape, without memory."""
+        """Make a placeholder on ``device``: not-a-number in the right shape, with memory for one element only."""
         self.placeholder = torch.full((), float("nan"), dtype=self.dtype, device=device).expand(self.shape)
 
     @property
     def span(self) -> slice:
-        """Elements of the parameter in the group."""
+        """Return the parameter's elements in the group."""
         return slice(self.offset, self.offset + self.numel)
 
     @property
     def handles(self) -> int:
-        """Number of saved tensors that refer to the parameter, counted by Python itself, which nothing interrupts."""
+        """Return the number of saved tensors that refer to the parameter, which Python counts itself."""
         return sys.getrefcount(self.saved_token) - self.saved_token_uses
 
     @property
     def busy(self) -> bool:
-        """True if backward or an alias may still read the weight in its slot: write nothing over it."""
+        """Return True if backward or an alias may still read the weight in its slot: write nothing there."""
         if sys.getrefcount(self.saved_token) > self.saved_token_uses:
             return True
         return self.bound is not None and self.bound.aliased
 
     @property
     def piece(self) -> slice:
-        """Elements of the parameter in this rank's shard of the group; all of them where there is one rank."""
+        """Return the parameter's elements in this rank's shard of the group; with one rank, all of them."""
         return self.group.clip(self.span)
 
     def set_progress(self, steps: int, scalars: tuple[tuple[str, float], ...] = ()) -> None:
-        """Set how many steps there were, and `scalars` after them, as a state that is loaded says."""
+        """Set the number of steps, and `scalars` after them, from a state that is loaded."""
         self.steps, self.scalars = steps, scalars
 
     def train(self) -> None:
-        """Note that a parameter that was frozen gets gradients, and a master in its group."""
+        """Note that a frozen parameter now gets gradients, and a master in its group."""
         self.trainable = True
 
     def number_after(self, count: int) -> None:
-        """Number the parameter after ``count`` others that were there before."""
+        """Number the parameter after the ``count`` parameters that were there before."""
         self.index += count
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
@@ -141,12 +141,12 @@ class ParamState:
 
     @property
     def first(self) -> ParamState:
-        """The first of the parameters that share memory; the parameter itself where none does."""
+        """Return the first of the parameters that share memory; the parameter itself where none does."""
         return self.tied[0] if self.tied else self
 
     @property
     def others(self) -> list[ParamState]:
-        """The other parameters that share memory, and have the same elements at all times."""
+        """Return the other parameters that share memory, and have the same elements at all times."""
         return [other for other in self.tied if other is not self]
 
     # Transitions; see [Note: contents and gradient] in `_parameters.state_transitions`. Each is one method with one
@@ -161,7 +161,7 @@ class ParamState:
         self.own_gradient, self.overwrite_pending = gradient, overwrite_pending
 
     def expect_sum(self) -> None:
-        """Note that the gradient's sum over ranks was promised, and is not there yet."""
+        """Note that the gradient's sum over ranks is requested, and not done yet."""
         try:
             self.contents, self.gradient = TRANSITIONS[ParamEvent.SUM_EXPECTED, self.contents, self.gradient]
         except KeyError:
@@ -186,7 +186,7 @@ class ParamState:
             self.factor, self.staged_factor = self.staged_factor, None
 
     def mark_slot_taken(self) -> None:
-        """Note that the weight slot was given to gradients: the slot does not hold the weight any more."""
+        """Note that the weight slot was given to gradients and does not hold the weight."""
         try:
             self.contents, self.gradient = TRANSITIONS[ParamEvent.SLOT_TAKEN, self.contents, self.gradient]
         except KeyError:
@@ -200,13 +200,13 @@ class ParamState:
             raise self._illegal(ParamEvent.REBUILT) from None
 
     def mark_replaced(self) -> None:
-        """Note that another weight was written: references that autograd saved before do not match any more."""
+        """Note that another weight was written: references that autograd saved earlier are stale."""
         self.mark_rebuilt()
         self.update_count += 1
         self.group.forget_moment()
 
     def mark_discarded(self) -> None:
-        """Forget the gradient; if it was in the weight slot, the weight has to be rebuilt next."""
+        """Forget the gradient; if it was in the weight slot, the weight must be rebuilt next."""
         try:
             self.contents, self.gradient = TRANSITIONS[ParamEvent.DISCARDED, self.contents, self.gradient]
         except KeyError:
@@ -246,8 +246,10 @@ class ParamGroup:
     dtype: torch.dtype
     trainable: bool
     fixed_tier: int | None = None
-    """The tier where the whole group stays, outside every plan: 0 (parameters kept in fp32), or 1 (embedding tables on
-    the host, of which only rows are copied). None: the group moves."""
+    """The tier where the whole group stays, outside every plan; None: the group moves.
+
+    Tier 0 has parameters kept in fp32. Tier 1 has embedding tables on the host, of which only rows are copied.
+    """
     tensors: list[ParamState] = field(default_factory=list)
     numel: int = 0
     chunks: dict[Kind, Chunk] = field(default_factory=dict)
@@ -270,21 +272,21 @@ class ParamGroup:
 
     @property
     def pinned(self) -> bool:
-        """True if the group stays on one tier: no plan moves it."""
+        """Return True if the group stays on one tier: plans do not move it."""
         return self.fixed_tier is not None
 
     @property
     def on_host(self) -> bool:
-        """True if the group stays on the host tier: the compute tier gets rows of it only."""
+        """Return True if the group stays on the host tier: only rows of it are copied to the compute tier."""
         return self.fixed_tier == HOST
 
     def number_after(self, count: int) -> None:
-        """Number the group after ``count`` others that were there before; it has no chunks yet."""
+        """Number the group after the ``count`` groups that were there before; it has no chunks yet."""
         self.index += count
 
     @property
     def state_kinds(self) -> tuple[Kind, ...]:
-        """The kinds of the optimizer's states."""
+        """Return the kinds of the optimizer's states."""
         return STATES[: self.states]
 
     def add(self, record: ParamState) -> None:
@@ -295,17 +297,17 @@ class ParamGroup:
 
     @property
     def chunk_numel(self) -> int:
-        """Elements of the whole group, padding included."""
+        """Return the number of elements of the whole group, padding included."""
         tail = TAIL_NUMEL * self.ranks
         return max(tail, -(-self.numel // tail) * tail)
 
     @property
     def shard_numel(self) -> int:
-        """Elements of the group that this rank keeps."""
+        """Return the number of elements of the group that this rank keeps."""
         return self.chunk_numel // self.ranks
 
     def clip(self, span: slice) -> slice:
-        """Return which elements of this rank's shard are in a span of the group."""
+        """Return the elements of this rank's shard that are in a span of the group."""
         first, numel = self.rank * self.shard_numel, self.shard_numel
         start, stop = (min(max(each - first, 0), numel) for each in (span.start, span.stop))
         return slice(start, stop)
@@ -326,10 +328,10 @@ class ParamGroup:
 
     @property
     def aliased(self) -> bool:
-        """True if an alias of any parameter's memory is alive: leave the group's slot where it is."""
+        """Return True if an alias of any parameter's memory is alive: leave the group's slot where it is."""
         return any(record.bound is not None and record.bound.aliased for record in self.tensors)
 
     @property
     def name(self) -> str:
-        """Name of the first parameter, for messages."""
+        """Return the first parameter's name, for messages."""
         return self.tensors[0].name

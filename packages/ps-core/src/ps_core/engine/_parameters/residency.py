@@ -7,7 +7,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from ps_core._plan import Queue
 from ps_core._program import Kind
-from ps_core.engine._memory.chunk import Chunk, Slot, SlotView
+from ps_core.engine._memory.chunk import Chunk, MemoryView, Slot, SlotView
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._memory.transfers import Transfers
@@ -17,9 +17,12 @@ from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._parameters.unseen_writes import ExposedParameters
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
+MOST_VIEWS = 2**13
+"""Views of one block of memory that are kept for the next time, of some 1 KiB each; then all are made anew."""
+
 
 class Residency:
-    """Which groups are on the compute tier, and which parameters are bound to slots there."""
+    """Know which groups are on the compute tier, and which parameters are bound to slots there."""
 
     def __init__(self, store: TierStore, groups: list[ParamGroup], watcher: TransferObserver) -> None:
         self.store = store
@@ -42,27 +45,31 @@ class Residency:
                 self.bind(record)
 
     def bind(self, record: ParamState) -> SlotView:
-        """Make the parameter's data its part of the group's slot on the compute tier."""
+        """Point the parameter's data at its part of the group's slot on the compute tier."""
         if record.bound is not None:
             return record.bound
         slot = record.group.weight_chunk.newest(0)
         assert slot is not None, "a group is fetched before its parameters are bound"
-        parameter, bound = record.parameter, slot.bounds.get(record)
+        parameter, place = record.parameter, (slot.offset + record.offset * record.dtype.itemsize, record)
         with torch._C.DisableTorchFunctionSubclass():
-            if bound is None:
-                bound = _bound(record, slot)
+            view = slot.views.get(place)
+            if view is None:
+                view = _view(record, slot)
+                if len(slot.views) >= MOST_VIEWS:
+                    slot.views.clear()
+                slot.views[place] = view
             else:
-                parameter.data = bound.view
+                parameter.data = view.tensor
             version = parameter._version
         if version != record.counted_version:  # by an alias of memory where it was before
             record.counted_version = version
             self.tampered.append(record)
-        record.bound = bound
+        record.bound = bound = SlotView(slot, *view)
         self.owners[bound.storage._cdata] = record
         return bound
 
     def unbind(self, record: ParamState) -> None:
-        """Make the parameter's data its placeholder, which takes no memory."""
+        """Point the parameter's data at its placeholder, which takes no memory."""
         bound = record.bound
         if bound is None:
             return
@@ -80,14 +87,14 @@ class Residency:
         record.bound = None
 
     def unbind_elsewhere(self, group: ParamGroup, slot: Slot) -> None:
-        """Unbind the parameters of a group that lie in another slot than this one, and have no live aliases."""
+        """Unbind the parameters of a group that lie in another slot than this one and have no live aliases."""
         for record in group.tensors:
             bound = record.bound
             if bound is not None and bound.slot is not slot and not bound.aliased:
                 self.unbind(record)
 
     def vacate(self, group: ParamGroup, slot: Slot) -> bool:
-        """Unbind the parameters of a group that lie in a slot; False, and nothing done, if one has live aliases."""
+        """Unbind all parameters of a group in a slot; if one has live aliases, do nothing and return False."""
         here = []
         for record in group.tensors:
             bound = record.bound
@@ -100,7 +107,7 @@ class Residency:
         return True
 
     def expose(self, group: ParamGroup) -> None:
-        """Watch the parameters of a group whose memory has live aliases when their pass ends."""
+        """Check for unseen writes, at the end of the pass, to those parameters of a group that have live aliases."""
         for record in group.tensors:
             if record.bound is not None and record.bound.aliased:
                 self.exposed.add(record)
@@ -111,7 +118,7 @@ class Residency:
         return found
 
     def undo_changes(self, record: ParamState, slot: Slot) -> None:
-        """Use what was written to ``slot`` no more: another copy has the weight, or else the master."""
+        """Discard what was written to ``slot``: another copy has the weight, or the master has it."""
         record.counted_version, chunk = version_of(record.parameter), record.group.weight_chunk
         if self._other_current_slots(chunk, slot):
             chunk.invalidate(slot)
@@ -124,7 +131,7 @@ class Residency:
         ]
 
     def sides(self, record: ParamState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a parameter's elements in a slot, and those they were made from; None: there is no other copy."""
+        """Return a parameter's elements in a slot, and those they were copied from; None: there is no other copy."""
         group, own = record.group, self.part_of(slot, record, record.dtype)
         if copies := self._other_current_slots(group.weight_chunk, slot):
             return own, self.part_of(max(copies, key=lambda each: each.tier), record, record.dtype)
@@ -135,7 +142,7 @@ class Residency:
     # Groups.
 
     def fetch(self, group: ParamGroup) -> Slot:
-        """Copy a group's weight to the compute tier, where the caller has made room, and return its slot there."""
+        """Copy a group's weight to the compute tier, where the caller has made room; return its slot there."""
         chunk = group.weight_chunk
         slot = chunk.newest(0)
         if slot is not None:
@@ -145,7 +152,7 @@ class Residency:
         return self.transfers.copy_to(chunk, chunk.copies[0])
 
     def evict(self, group: ParamGroup) -> bool:
-        """Write a group's home slot, and release its copy on the compute tier; False if a live alias keeps that."""
+        """Update a group's home slot, and release its copy on the compute tier; return False for a live alias."""
         chunk = group.weight_chunk
         slot = chunk.copies.get(0)
         if slot is None:
@@ -163,8 +170,11 @@ class Residency:
         self.transfers.watcher.evicted()
         return True
 
+    def complete(self, group: ParamGroup) -> None:
+        """Do nothing: a group whose home slots are reserved has all its chunks."""
+
     def release_chunks(self, group: ParamGroup) -> None:
-        """Release the home slot and the copies of every chunk of a group, which is not used any more."""
+        """Release the home slot and the copies of every chunk of a group that is not used any more."""
         for chunk in group.chunks.values():
             for slot in (chunk.home, *chunk.copies.values()):
                 self.transfers.release_slot(slot)
@@ -203,7 +213,7 @@ class Residency:
 
     @defer_interrupts_installing
     def changed_at_home(self, chunk: Chunk, memory: torch.Tensor) -> None:
-        """Store what the host thread wrote into the memory that `contents` returned."""
+        """Note that the host thread wrote into the memory that `contents` returned, and store it if it is on disk."""
         if chunk.home.place is not None:
             self.transfers.write(chunk.home, 0, memory)
         chunk.mark_written(chunk.home)
@@ -239,8 +249,9 @@ class Residency:
         chunk.mark_written(chunk.home)
 
 
-def _bound(record: ParamState, slot: Slot) -> SlotView:
-    """Put a parameter into its part of a slot; its own ``__torch_function__`` is switched off meanwhile."""
+def _view(record: ParamState, slot: Slot) -> MemoryView:
+    """Make a view of a parameter's part of a slot, and the parameter's data that view; its own ``__torch_function__``
+    is switched off meanwhile."""
     first = record.offset * record.dtype.itemsize
     with torch.inference_mode(False):  # or it could never be saved for backward
         # By way of a capsule, which no stream waits for.
@@ -249,4 +260,4 @@ def _bound(record: ParamState, slot: Slot) -> SlotView:
     del own
     record.parameter.data = view
     storage = view.untyped_storage()
-    return SlotView(slot, view, storage, torch._C._storage_Use_Count(storage._cdata))
+    return MemoryView(view, storage, torch._C._storage_Use_Count(storage._cdata))

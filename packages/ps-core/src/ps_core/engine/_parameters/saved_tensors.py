@@ -1,12 +1,13 @@
 """Save parameters for backward without their memory: autograd keeps a handle that fetches the parameter again.
 
 [Note: whose hooks see what]
-PyTorch asks only the innermost pair of saved-tensor hooks. Ours surround the root module's forward. So a checkpoint's
-own pair, inside, keeps nothing of a block until it is recomputed. What a recomputation then saves are views of slots,
-and the use count of their storage pins these. A function called on a managed parameter where no pair is active at all
-gets ours around that one call. Where another library's pair is active, it sees plain tensors that alias a slot, and so
-pins the slot. A parameter that the pair would be given itself would be elsewhere by the time backward reads it. So it
-goes into the call as such an alias. (PyTorch's checkpoints make one themselves, but not of frozen ones.)
+PyTorch calls only the innermost pair of saved-tensor hooks. The engine's pair surrounds the root module's forward. So a
+checkpoint's own pair, inside, keeps nothing of a block until it is recomputed. What a recomputation then saves are
+views of slots, and the reference count of their storage pins these. Where no pair is active, the engine's pair is
+active for each single call on a managed parameter. Where another library's pair is active, it sees plain tensors that
+alias a slot, and so pins the slot. That pair must not save a managed parameter: its memory could be elsewhere when
+backward reads it. So such a parameter goes into the call as an alias. (PyTorch's checkpoints make one themselves, but
+not of frozen parameters.)
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _STRIDED = torch.strided
 
 
 class AliasPolicy(Enum):
-    """Parameters that are given to a call as aliases of their memory."""
+    """Say which parameters are given to a call as aliases of their memory."""
 
     NONE = ""
     FROZEN = "frozen"
@@ -38,13 +39,13 @@ class AliasPolicy(Enum):
 
 
 class Fetcher(Protocol):
-    """The engine, as unpacking sees it."""
+    """Protocol of the engine, as unpacking uses it."""
 
     def fetch(self, record: ParamState) -> SlotView:
         """Return the record's view on the compute tier, fetching its group if need be."""
 
     def check_placeholder(self, storage: torch.UntypedStorage) -> None:
-        """Raise if a storage is what a parameter has while it is elsewhere."""
+        """Raise if a storage is a placeholder of a parameter that is on another tier."""
 
 
 class SavedParameterRef:
@@ -68,12 +69,12 @@ with ``grad_fn``, and leak if backward never runs.
 
 
 class SavedTensors:
-    """The pair of hooks of one engine."""
+    """The pair of saved-tensor hooks of one engine."""
 
     def __init__(
         self, fetcher: Fetcher, owners: Mapping[int, ParamState], count: Callable[[torch.Tensor], None]
     ) -> None:
-        """``count``: add a tensor to the non-model bytes."""
+        """Make the pair of hooks; ``count`` adds a tensor to the non-model bytes."""
         self._fetcher, self._count = fetcher, count
         self._owners = owners
         """The record whose parameter is bound to a storage, by the storage's address."""
@@ -82,23 +83,23 @@ class SavedTensors:
         """True if the bytes of every saved tensor that is not a parameter are counted."""
 
     def count_kept(self, *, on: bool) -> None:
-        """Count every tensor that is kept as it is, or stop: compiled code makes tensors that nothing else counts."""
+        """Count every tensor that is saved as it is, or stop: nothing else counts tensors that compiled code makes."""
         self._counts = on
 
     @property
     def depth(self) -> int:
-        """The number of our pairs on the stack."""
+        """Return the number of the engine's pairs on the stack."""
         return len(self._pushed)
 
     @property
     def innermost(self) -> bool:
-        """True if the engine's pair of hooks is the innermost one, which autograd calls."""
+        """Return True if the engine's pair of hooks is the innermost one, which autograd calls."""
         pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return pair is not None and bool(pair[0] == self.pack)
 
     @defer_interrupts
     def push(self) -> None:
-        """Make ours the innermost pair, unless another is active."""
+        """Push the engine's pair of hooks, unless another pair is active."""
         if not active():
             context = saved_tensors_hooks(self.pack, self.unpack)
             context.__enter__()
@@ -113,12 +114,14 @@ class SavedTensors:
 
     @defer_interrupts
     def pop_to(self, depth: int) -> None:
-        """Undo every `push` since there were so many."""
+        """Pop the engine's pairs until ``depth`` of them are left."""
         while len(self._pushed) > depth:
             self._pushed.pop().__exit__(None, None, None)
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """Return what autograd keeps of a tensor for backward: a reference to a parameter, or tensor and version."""
+        """Return what autograd saves of a tensor for backward: a reference to a parameter, or the tensor and its
+        version.
+        """
         if tensor.is_meta or tensor.layout is not _STRIDED:
             return tensor
         storage = tensor.untyped_storage()
@@ -154,7 +157,7 @@ class SavedTensors:
 
 
 def _was_stepped(record: ParamState) -> RuntimeError:
-    """Return the error of a parameter that was stepped since it was saved, in PyTorch's words."""
+    """Return the error, in PyTorch's words, for a parameter that was stepped after it was saved."""
     return RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{record.name!r} was saved for backward before step {record.update_count}, which changed it"
@@ -167,6 +170,6 @@ def active() -> bool:
 
 
 def recomputing() -> bool:
-    """Return True while non-reentrant checkpointing repeats a forward, within the backward pass that it is for."""
+    """Return True while non-reentrant checkpointing repeats a forward, within its backward pass."""
     pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return pair is not None and getattr(pair[0], "__qualname__", "").startswith("_recomputation_hook")

@@ -1,8 +1,8 @@
-"""Copies of parameters that state dicts hold; in plain PyTorch these would be the parameters themselves.
+"""Track the copies of parameters that state dicts hold; in plain PyTorch these would be the parameters themselves.
 
-A value that is written into such a copy would change the model in plain PyTorch, and changes nothing here. PyTorch
-counts changes in place for all tensors that share memory, and goes on counting where one of them gets other memory: so
-an empty tensor, kept for each copy, tells of changes even after the copy is gone.
+Writing into such a copy would change the model in plain PyTorch, and changes nothing here. So it is detected, by
+PyTorch's counter of changes in place. Tensors that share memory share that counter, even after one of them gets other
+memory. So an empty tensor is kept for each copy, and tells of changes even after the copy is gone.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ class StateCopies:
         """Tensors given to state dicts that `check` has to compare."""
 
     def get(self, record: ParamState) -> torch.Tensor | None:
-        """Return the copy that the state dict that is being made has already."""
+        """Return the copy that the state dict under construction has already; None: it has none."""
         return self.made.get(record.first)
 
     def add(self, record: ParamState, copy: torch.Tensor) -> torch.Tensor:
-        """Note a copy, and return it."""
+        """Track a copy, and return it."""
         counter = copy.detach()
-        counter.data = torch.empty(0, dtype=copy.dtype)
+        counter.data = copy.new_empty(0)
         self.given.append((record.first, weakref.ref(copy), counter, counter._version))
         self.made[record.first] = copy
         return copy
 
     def finish(self) -> None:
-        """Note that no state dict is being made any more."""
+        """Note that the state dict is complete."""
         self.made.clear()
 
     def drop(self, record: ParamState) -> None:
-        """Do without the copy of a parameter that changes."""
+        """Stop tracking the copy of a parameter that changes."""
         self.made.pop(record.first, None)
 
     def forget(self) -> None:
-        """Note that a state dict is loaded: what was written into copies reaches the model."""
+        """Stop tracking all copies: a state dict is loaded, so what was written into copies reaches the model."""
         self.given.clear()
 
     def check(self) -> None:
-        """Raise if a copy was changed in place since it was given out."""
+        """Raise if a copy was changed in place since it was made."""
         given, self.given = self.given, []
         for record, copy, counter, version in given:
             if counter._version != version:

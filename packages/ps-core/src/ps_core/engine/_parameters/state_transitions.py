@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 
 class SlotContents(StrEnum):
-    """Says what a parameter's part of the weight slot holds.
+    """Say what a parameter's part of the weight slot holds.
 
     WEIGHT     The weight.
     GRADIENT   The gradient, written over the weight. The weight is in the fp32 master only.
@@ -41,7 +41,7 @@ class SlotContents(StrEnum):
 
 
 class GradientPlace(StrEnum):
-    """Says where a parameter's gradient is.
+    """Say where a parameter's gradient is.
 
     NONE            There is none.
     OWN_TENSOR      In the tensor that autograd made, or in an fp32 sum that took its place.
@@ -58,10 +58,10 @@ class GradientPlace(StrEnum):
 
 
 class ParamEvent(StrEnum):
-    """Names what happens to a parameter: one method of `ParamState` for each.
+    """Name what happens to a parameter: one method of `ParamState` for each.
 
-    KEPT            The gradient is in a tensor of its own: as autograd made it, or added to, or copied from the slot.
-    SUM_EXPECTED    Several ranks: the sum over ranks of this gradient was promised.
+    KEPT            The gradient is in its own tensor: as autograd made it, or added to, or copied from the slot.
+    SUM_EXPECTED    Several ranks: the sum over ranks of this gradient was requested.
     OVERWRITTEN     The gradient, or the sum over ranks, was written over the weight. Nothing may read the weight then.
     SUMMED          The gradient was added to the group's fp32 sum, or began the parameter's part of it.
     SLOT_TAKEN      The weight slot was given to gradients, and the weight was not fetched.

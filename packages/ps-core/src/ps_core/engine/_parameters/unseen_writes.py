@@ -34,28 +34,28 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 class SlotMoves(Protocol):
-    """The residency of the parameters' slots, as these checks see it."""
+    """Protocol of the residency of the parameters' slots, as these checks use it."""
 
     tampered: list[ParamState]
     """Parameters whose changes in place are lost, and not yet told of."""
 
     @property
     def store(self) -> TierStore:
-        """The tiers."""
+        """Return the tiers."""
 
     @property
     def transfers(self) -> Transfers:
-        """Copies between tiers."""
+        """Return what copies between tiers."""
 
     def undo_changes(self, record: ParamState, slot: Slot) -> None:
-        """Do without what was written to a slot."""
+        """Discard what was written to a slot."""
 
     def sides(self, record: ParamState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a parameter's elements in a slot, and in what these were made from."""
+        """Return a parameter's elements in a slot, and those they were copied from."""
 
 
 class ExposedParameters:
-    """The exposed memory of one engine; in ordinary training there is none."""
+    """Track the exposed memory of one engine; in ordinary training there is none."""
 
     def __init__(self, residency: SlotMoves) -> None:
         self._residency = residency
@@ -71,7 +71,7 @@ class ExposedParameters:
             self.bounds[bound.storage._cdata] = (record, bound, before)
 
     def forget(self, group: ParamGroup) -> None:
-        """Do without the memory of a group's copy, which other groups may be given from now on."""
+        """Stop tracking the memory of a group's copy, which other groups may be given from now on."""
         if self.bounds:
             self.bounds = {key: row for key, row in self.bounds.items() if row[0].group is not group}
 
@@ -81,7 +81,7 @@ class ExposedParameters:
 
     @torch.no_grad()
     def check(self, record: ParamState | None = None, *, ended: bool = False) -> None:
-        """Keep or refuse what was written: to one parameter, or to all; ``ended``: where no alias is left."""
+        """Keep or refuse what was written to a parameter, or to all; ``ended``: only where no alias is left."""
         for key, (owner, bound, before) in list(self.bounds.items()):
             alive = bound.aliased if bound is owner.bound else bound.outlived
             if record not in (None, owner) or (ended and alive):
@@ -120,7 +120,7 @@ class ExposedParameters:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors have the same bits, once both are of the first one's type."""
+    """Return True if two tensors have the same bits, once both have the first one's type."""
     pieces = zip(*(torch.split(each.reshape(-1), _PIECE_NUMEL) for each in (one, other)), strict=True)
     return all(_same_bits(left.cpu(), right.cpu().to(left.dtype)) for left, right in pieces)
 

@@ -1,4 +1,4 @@
-"""``profiled(model)``: see where a step's time goes, beside what its plan said."""
+"""Define ``profiled(model)``, which shows where a step's time goes, beside the plan's prediction."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._profiling.recorder import Recorder, Run
 from ps_core.report.chrome_trace import chrome_trace
-from ps_core.report.timeline import timeline_svg
+from ps_core.report.timeline_picture import timeline_svg
 
 
 class Profile:
-    """What a model's queues did within ``with profiled(model)``, once the block is over; times are in seconds."""
+    """Hold what a model's queues did within ``with profiled(model)``, complete after the block, in seconds."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -39,7 +39,7 @@ class Profile:
         """Number of home slots of the plan."""
 
     def fill(self, recorder: Recorder, groups: Sequence[ParamGroup]) -> None:
-        """Take over what was recorded; the device is idle."""
+        """Store what was recorded; the device is idle."""
         names = group_names([record.name for record in group.tensors] for group in groups)
         self.steps, self.measured = recorder.steps, tuple(recorder.pieces(names))
         planned, segments, over = list[Piece](), list[Segment | None](), 0.0
@@ -56,9 +56,9 @@ class Profile:
         self._homes = len(recorder.runs[-1].plan.plan.home) if recorder.runs else 0
 
     def summary(self, step: int | None = None, *, planned: bool = False) -> StepTimes:
-        """Return how long the device worked, and what it waited for: in all steps of the block, or in one, from 0.
+        """Return how long the device worked, and what it waited for: in all steps, or in one, from 0.
 
-        ``planned``: by the simulator's clock, which begins with the block, too.
+        ``planned``: by the simulator's clock, which also begins with the block.
         """
         pieces = self._pieces(planned=planned)
         begin, end = self._window(pieces, step)
@@ -73,7 +73,7 @@ class Profile:
         Path(path).write_text(json.dumps(chrome_trace(processes)), "utf-8")
 
     def svg(self, path: str | os.PathLike[str], step: int = 0) -> None:
-        """Draw one step's queues, measured and planned; the two begin together."""
+        """Draw one step's queues, measured and planned; both begin at 0."""
         begin, end = self._window(self._pieces(planned=False), step)
         processes: dict[str, Sequence[Piece]] = {"measured": self.measured}
         if self.planned:
@@ -97,7 +97,7 @@ class Profile:
 
 
 def _rows_of_runs(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    """Yield the runs that came right behind each other."""
+    """Yield runs that followed each other directly."""
     row: list[Run] = []
     for run in runs:
         if row and not run.follows:
@@ -109,7 +109,7 @@ def _rows_of_runs(runs: Sequence[Run]) -> Iterator[list[Run]]:
 
 
 def _simulated(runs: Sequence[Run]) -> PlannedPieces:
-    """Return what the simulator says of runs of one plan."""
+    """Return the simulated pieces of work for runs of one plan."""
     plan, names = runs[0].plan, [run.name for run in runs]
     return planned_pieces(plan.program, plan.plan, plan.machine, names, early=plan.planned.early)
 
@@ -122,8 +122,8 @@ def _later(piece: Piece, seconds: float) -> Piece:
 def profiled(model: nn.Module) -> Iterator[Profile]:
     """Record when each queue works while the model is trained in this block.
 
-    The device is waited for where the block begins and ends, and nowhere else. Profile at least two steps: a step's
-    work on the host goes on beside the forward pass of the next step.
+    The host waits for the device at the block's beginning and end, and nowhere else. Profile at least two steps: a
+    step's work on the host continues during the forward pass of the next step.
     """
     hooks = hooks_of(model)
     engine, counters = hooks.engine, hooks.engine.counters

@@ -1,4 +1,4 @@
-"""Record when each queue works, by marks that a device's timer makes before and behind each piece of work."""
+"""Record when each queue works, by the timer's marks before and behind each piece of work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class _Row:
 
 
 class Recorder:
-    """A `WorkRecorder` of one model. Collectives are recorded on their thread, all else on the one that trains."""
+    """Implement `WorkRecorder` for one model. Collectives are recorded on their thread, all else on the training
+    thread.
+    """
 
     def __init__(self, store: TierStore) -> None:
         self._timer = store.device.timer()
@@ -68,7 +70,7 @@ class Recorder:
     # What the engine calls; see `WorkRecorder`.
 
     def record(self, queue: Queue, what: Instr | Extent | str, work: Callable[[], T], size_bytes: int = 0) -> T:
-        """Call ``work`` and record it, but not within other work of the queue; nor what takes no time."""
+        """Call ``work`` and record it, unless it is within other work of the queue or takes no time."""
         if queue in self._open or (isinstance(what, Instr) and self._is_nothing(what)):
             return work()
         on_worker = queue is Queue.CPU and self._worker is not None and isinstance(what, Instr)
@@ -84,9 +86,9 @@ class Recorder:
         return result
 
     def _is_nothing(self, instr: Instr) -> bool:
-        """Return True for what takes no time, for steps that were made within backward, and if the plan is not known.
+        """Return True if the instruction takes no time, was stepped within backward, or its plan is not known.
 
-        Of a pass that had begun before the block, the plan is not known.
+        For a pass that began before the block, the plan is not known.
         """
         op = instr.op
         if self._run < 0:
@@ -98,7 +100,7 @@ class Recorder:
         return isinstance(op, NOTES)
 
     def begin_moment(self, name: str) -> None:
-        """Record that the compute queue begins a moment, which is the plan's next one if a plan is followed."""
+        """Record that the compute queue begins a moment: the plan's next one if a plan is followed."""
         if self._moment is not None:
             return
         self._interrupted = self._interrupted or self._run < 0
@@ -108,7 +110,7 @@ class Recorder:
         self._open.add(Queue.COMPUTE)
 
     def end_moment(self) -> None:
-        """Record that the moment ends, if one is on."""
+        """Record that the moment ends, if one is open."""
         moment, self._moment = self._moment, None
         if moment is not None:
             self._open.discard(Queue.COMPUTE)
@@ -164,7 +166,7 @@ class Recorder:
         ]
 
     def _work(self, row: _Row, groups: Sequence[str], words: dict[int, WorkNames]) -> Work:
-        """Return what a row is about."""
+        """Return the kind of work and the names that a row is about."""
         what = row.what
         if isinstance(what, Instr):
             plan, segment = self.runs[row.run].plan, self.runs[row.run].name

@@ -116,6 +116,14 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
         """
 
     @property
+    def host_memory(self) -> Callable[[int], torch.Tensor] | None:
+        """Allocates host memory, as bytes, that the other ranks read without a copy; None: there is none."""
+
+    @property
+    def why_not_shared(self) -> str:
+        """Why ranks of one computer do not share host memory; empty if they do, or if they were not to."""
+
+    @property
     def card(self) -> int | None:
         """The only CUDA device whose memory this process can have collectives of; None: any."""
 

@@ -12,9 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import groupby
-from zlib import crc32
-
-import torch
 
 from ps_core._errors import RanksDiverged
 from ps_core.engine._optim.group_step import SettingsOf
@@ -96,12 +93,6 @@ class Alike:
     def _text(self) -> str:
         more = f", and {self._count - len(self._shown)} more" if self._count > len(self._shown) else ""
         return f"{'; '.join(self._shown)}{more} [{self._notes.hexdigest()}]" if self._count else "nothing"
-
-
-def checksum(value: torch.Tensor) -> str:
-    """Return the CRC-32 of a tensor's elements, row by row."""
-    flat = value.detach().to("cpu").contiguous().reshape(-1)
-    return f"{crc32(flat.view(torch.uint8).numpy().data):08x}"
 
 
 def _runs(values: Iterable[object]) -> str:

@@ -56,7 +56,7 @@ class InFlightCollectives:
             self.ahead[group] = step
             self._store.device.declare_access(Queue.COLL, name, (own,), (whole,))
         else:
-            step = CollectiveOp(collective, group, position, torch.empty(0))
+            step = CollectiveOp(collective, group, position, torch.empty(0, dtype=torch.uint8, device="cpu"))
             self.offer(step)
         return step
 
@@ -74,7 +74,7 @@ class InFlightCollectives:
 
         ``gives``: what is staged goes into it. ``alone``: no other sum of the group is under way.
         """
-        collective, nothing = Collective(ProposalKind.SUM, group.index), torch.empty(0)
+        collective, nothing = Collective(ProposalKind.SUM, group.index), torch.empty(0, dtype=torch.uint8, device="cpu")
         step = CollectiveOp(collective, group, position, nothing, staged=self.staged.pop(group) if gives else None)
         self.allocate_buffers(step, alone=alone)
         return step

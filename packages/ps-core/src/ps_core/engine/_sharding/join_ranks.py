@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
+from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.device import Device
 from ps_core.engine._optim.rules import OptimizerRule
 from ps_core.engine._parameters.grouping import Grouping
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.compare_ranks import checksum
+from ps_core.engine._support.checksum import checksum
 from ps_core.engine._support.log import log_line
 
 Values: TypeAlias = Iterator[tuple[str, nn.Parameter, torch.Tensor]]
@@ -51,6 +52,10 @@ class GroupJoin:
     def check(self, device: Device) -> None:
         """Refuse what several processes cannot have."""
         self._together.agree("the kind of device", device.name)
+        if self._together.why_not_shared and self._together.process == 0:
+            log_line(f"processes send what they share over sockets: {self._together.why_not_shared}")
+        if isinstance(device, CpuDevice) and self._together.host_memory is not None:
+            device.use_memory(self._together.host_memory)
         if device.torch_device.type == "cuda":
             self._check_cards(device)
             # Before free memory is measured: connections take some.

@@ -22,7 +22,6 @@ from ps_core._options import Options
 from ps_core._plan import Tier
 from ps_core._plan_text import plan_from_text, plan_to_text
 from ps_core._planner.search import Planned, Setup, adopted
-from ps_core._simulate.machine import Machine
 from ps_core._trace import Amounts, Trace
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.plan_request import PlanRequest
@@ -48,20 +47,6 @@ def _exchange(mine: bytes, what: str, found: list[bytes], session: CollectiveSes
 Recorded: TypeAlias = tuple[PassRecording, BatchShape]
 
 
-def recordings_to_text(recordings: Sequence[Recorded], engine: Engine) -> str:
-    """Write what a rank knows of its passes."""
-    tiers = [tier.capacity_bytes for tier in engine.store.tiers]
-    passes = [
-        {
-            "moments": [_row(moment, engine.constant_bytes) for moment in recording.moments],
-            "shapes": batch.shapes,
-            "tokens": batch.tokens,
-        }
-        for recording, batch in recordings
-    ]
-    return json.dumps({"passes": passes, "tiers": tiers})
-
-
 def _row(moment: MomentRecord, constant_bytes: int) -> dict[str, Any]:
     sets = {"touched": list(moment.touched), "grads": list(moment.grads)}
     nonmodel_bytes = moment.nonmodel_bytes + constant_bytes
@@ -78,6 +63,19 @@ class RanksPlanRequest(PlanRequest):
         self._together = together
         self._smallest: tuple[Tier, ...] = ()
         """The tiers to plan for: of each, the smallest that a rank has."""
+
+    def to_text(self, recordings: Sequence[Recorded]) -> str:
+        """Write what this rank recorded of its passes, and how much room it has."""
+        constant_bytes = self._engine.constant_bytes
+        passes = [
+            {
+                "moments": [_row(moment, constant_bytes) for moment in recording.moments],
+                "shapes": batch.shapes,
+                "tokens": batch.tokens,
+            }
+            for recording, batch in recordings
+        ]
+        return json.dumps({"passes": passes, "tiers": [tier.capacity_bytes for tier in super()._tiers()]})
 
     def combine(self, texts: Sequence[str]) -> Recorded | None:
         """Return the pass of all ranks, and a batch as large as any; None: there is none to plan for."""
@@ -98,12 +96,12 @@ class RanksPlanRequest(PlanRequest):
     def _tiers(self) -> tuple[Tier, ...]:
         return self._smallest
 
-    def _find(self, trace: Trace, layout: Layout, tiers: tuple[Tier, ...], machine: Machine) -> Planned:
+    def _find(self, trace: Trace, layout: Layout, tiers: tuple[Tier, ...]) -> Planned:
         """Have rank 0 search, and every rank verify what it found."""
         planned, text, error = None, "", None
         if self._together.process == 0:
             try:
-                planned = super()._find(trace, layout, tiers, machine)
+                planned = super()._find(trace, layout, tiers)
                 text = plan_to_text(planned.plan)
             except DoesNotFit as why:
                 error = why.with_traceback(None)
@@ -115,7 +113,7 @@ class RanksPlanRequest(PlanRequest):
             tier, moment, needed, available, proven = json.loads(text)
             raise DoesNotFit(tier=tier, moment=moment, needed_bytes=needed, available_bytes=available, proven=proven)
         if planned is None:
-            planned = adopted(plan_from_text(text), trace, layout, machine, setup=self._setup)
+            planned = adopted(plan_from_text(text), trace, layout, self.machine, setup=self._setup)
         self._together.agree("the plan", f"{planned.plan.fingerprint} for {trace_hash(trace)}")
         return planned
 

@@ -45,7 +45,7 @@ class RanksPlanDriver(PlanDriver):
         self._touched |= groups if not backward else set()
         for place in range(self._begun, len(self._segment.moments)):
             moment = self._segment.moments[place]
-            if self._plan.moments[moment.visit].backward is backward and (
+            if self._plan.recording.moments[moment.visit].backward is backward and (
                 groups <= moment.reads and gaining <= moment.gains
             ):
                 for _ in range(place - self._begun):

@@ -25,7 +25,7 @@ from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts, recordings_to_text
+from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts
 from ps_core.engine._sharding.planned_driver import RanksPlanDriver
 from ps_core.engine._sharding.sharded_driver import ShardedDriver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
@@ -121,6 +121,13 @@ class RanksScheduler(PlanScheduler):
         self._move_to_plan(plan)
         return True
 
+    def forget_plan(self) -> None:
+        """Drop the plan and the order of collectives, because groups change on all ranks."""
+        with self._shards.moving:
+            super().forget_plan()
+        self._on_demand.forget_plan()
+        self._tried, self._refused, self._plans_made, self._steps_until_plan = True, None, 0, 0
+
     def _move_to_plan(self, plan: EnginePlan) -> bool:
         with self._shards.moving:
             return self._homes.move_to_plan(plan)
@@ -155,8 +162,8 @@ class RanksScheduler(PlanScheduler):
         self._found = None
         self._plans_made += 1
         self._steps_until_plan = 2 ** max(0, self._plans_made - _PLANS_AT_ONCE)
-        texts = exchange_texts(self._together, recordings_to_text(mine, self._engine), "the recorded pass")
         assert isinstance(self._asking, RanksPlanRequest), "`_request` made it"
+        texts = exchange_texts(self._together, self._asking.to_text(mine), "the recorded pass")
         combined = self._asking.combine(texts)
         if combined is None or combined in (self._source, self._refused):  # the same on all ranks
             return

@@ -17,7 +17,7 @@ import torch
 
 from ps_core._errors import RanksDiverged, UnsupportedParameter
 from ps_core._plan import Queue
-from ps_core.engine._execution.engine_parts import Components
+from ps_core.engine._execution.build_components import Components
 from ps_core.engine._execution.on_demand_driver import OnDemandDriver
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
@@ -73,15 +73,10 @@ class ShardedDriver(OnDemandDriver):
     ) -> None:
         super().__init__(residency, gradients)
         self._shards, self._sums, self._watcher = residency, gradients, watcher
-        self._order = CollectiveOrder(together, residency.groups, residency.ordering, watcher)
-        self._in_flight = InFlightCollectives(residency, gradients, self._order)
-        self._negotiator = Negotiator(residency, self._in_flight, self._order, together.process)
-        self._headroom = GatherHeadroom(residency, self._in_flight, self._negotiator, prefetch)
-        self._trainable = sum(1 << group.index for group in residency.groups if group.trainable)
-        self._schedules: dict[int, list[ScheduledCollective]] = {}
-        """By kind of pass."""
-        self._expected: dict[int, dict[int, int]] = {}
-        """Tensors of each group that got gradients in the last pass of a kind, as bits."""
+        self._together, self._prefetch = together, prefetch
+        self._stale = False
+        """True: the groups have changed, or are about to change, since `_begin_anew`."""
+        self._begin_anew()
         self._kind: int | None = None
         """The kind of the running pass; None: the ranks do not agree on it."""
         self._on = False
@@ -91,13 +86,32 @@ class ShardedDriver(OnDemandDriver):
         """Groups that were used in this pass, as bits."""
         self._used: set[int] = set()
         """The gathers of this pass that this rank used."""
-        self._keeps: bool | None = None
-        """True: groups stay gathered until their gradients leave; None: decided after the first pass."""
         self._bound = False
         """True: what comes next is agreed on, so no proposal may be sent."""
         self._records_all = False
+
+    def _begin_anew(self) -> None:
+        """Number groups and parameters as they are now, and forget what earlier passes taught."""
+        residency, together = self._shards, self._together
+        self._order = CollectiveOrder(together, residency.groups, residency.ordering, self._watcher)
+        self._in_flight = InFlightCollectives(residency, self._sums, self._order)
+        self._negotiator = Negotiator(residency, self._in_flight, self._order, together.process)
+        self._headroom = GatherHeadroom(residency, self._in_flight, self._negotiator, self._prefetch)
+        self._trainable = sum(1 << group.index for group in residency.groups if group.trainable)
+        self._schedules: dict[int, list[ScheduledCollective]] = {}
+        """By kind of pass."""
+        self._expected: dict[int, dict[int, int]] = {}
+        """Tensors of each group that got gradients in the last pass of a kind, as bits."""
+        self._keeps: bool | None = None
+        """True: groups stay gathered until their gradients leave; None: decided after the first pass."""
         self._hoists = False
         """True: gathers go ahead of sums; decided at the same time."""
+        self._stale = False
+
+    def forget_groups(self) -> None:
+        """Begin anew at the next pass, since groups are about to change; between passes, on all ranks."""
+        self.make_way(0)
+        self._stale = True
 
     def record_all(self) -> None:
         """Measure every pass, for plans to be made from."""
@@ -127,6 +141,8 @@ class ShardedDriver(OnDemandDriver):
         """Tell the other ranks that a pass begins."""
         if self._on:
             return
+        if self._stale:
+            self._begin_anew()
         self._sums.alike.compare()
         training = self.training or backward
         kind = _TRAINING * training + _LATE * backward

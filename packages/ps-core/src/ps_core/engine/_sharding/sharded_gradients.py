@@ -26,9 +26,10 @@ from ps_core.engine._optim.group_step import numbers
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.compare_ranks import Alike, checksum
+from ps_core.engine._sharding.compare_ranks import Alike
 from ps_core.engine._sharding.shard_promotion import low_tier
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._support.checksum import checksum
 
 _CUT_NUMEL = 1 << 18
 """Elements of a sum on the disk that are read, added to and written at a time."""
@@ -262,7 +263,9 @@ class ShardedGradients(GradientStore):
             rows = self._together.all_values(mine, "norms of gradients", shards_only=True)
             for place, record in enumerate(missing):
                 squares = sum(row[2 * place] for row in rows)
-                record.norm_part = torch.tensor([squares, max(row[2 * place + 1] for row in rows)], dtype=torch.float64)
+                record.norm_part = torch.tensor(
+                    [squares, max(row[2 * place + 1] for row in rows)], dtype=torch.float64, device="cpu"
+                )
         return [record.norm_part for record in records if record.norm_part is not None]
 
     def _measure_homes(self, records: list[ParamState]) -> None:

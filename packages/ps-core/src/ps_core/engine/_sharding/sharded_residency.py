@@ -10,7 +10,7 @@ garbage collector.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from threading import Condition, Lock
 from weakref import WeakMethod
 
@@ -43,7 +43,7 @@ class ShardedResidency(Residency):
     ) -> None:
         super().__init__(store, groups, watcher)
         self.together = together
-        self._held: list[tuple[Slot, dict[Hashable, SlotView]]] = []
+        self._held: list[tuple[Slot, list[SlotView]]] = []
         """Evicted copies whose memory is kept because tensors still use it."""
         self._ask: Callable[[int, int], list[torch.Tensor]] | None = None
         self.moving = Lock()
@@ -62,9 +62,20 @@ class ShardedResidency(Residency):
         """The group last gathered for reading, with its version: the next tensor is mostly of the same group."""
         self.ordering = collective_ordering(self, together)
         for group in groups:
-            size = group.chunk_numel * group.dtype.itemsize
-            nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8))
-            group.add_chunk(Kind.FULL, Chunk(group.extent(Kind.FULL), size, nowhere, gathered=True))
+            self.complete(group)
+
+    def complete(self, group: ParamGroup) -> None:
+        """Add the chunk that the group is gathered into."""
+        size = group.chunk_numel * group.dtype.itemsize
+        nowhere = Slot(-1, -1, 0, torch.empty(0, dtype=torch.uint8, device="cpu"))
+        group.add_chunk(Kind.FULL, Chunk(group.extent(Kind.FULL), size, nowhere, gathered=True))
+
+    def release_chunks(self, group: ParamGroup) -> None:
+        """Release what this rank has of a group, which is not used any more."""
+        if Kind.FULL in group.chunks:
+            self.evict(group)
+            del group.chunks[Kind.FULL]
+        super().release_chunks(group)
 
     def note_forward(self, *, trains: bool) -> int:
         """Note that a forward pass begins; return how many of this pass wait for backward."""
@@ -141,9 +152,7 @@ class ShardedResidency(Residency):
         """Release the gathered copy; nothing has to be written back."""
         slot = group.weight_chunk.drop_copy(0)
         if slot is not None:
-            bounds: dict[Hashable, SlotView] = {
-                record: record.bound for record in group.tensors if record.bound is not None
-            }
+            bounds = [record.bound for record in group.tensors if record.bound is not None]
             for record in group.tensors:
                 self.unbind(record)
             self.exposed.forget(group)
@@ -205,10 +214,9 @@ class ShardedResidency(Residency):
         """Release gathered copies that have no live aliases any more."""
         held, self._held = self._held, []
         for slot, bounds in held:
-            if any(bound.outlived for bound in bounds.values()):
+            if any(bound.outlived for bound in bounds):
                 self._held.append((slot, bounds))
             else:
-                slot.bounds = bounds
                 self.return_slot(slot)
 
     # Memory for a while; see `_memory.slot_cache`.
@@ -305,7 +313,7 @@ class ShardedResidency(Residency):
         """Return all bytes of one kind of a group, gathered from all ranks."""
         group, shard = self.groups[chunk.extent.index], self.shard(chunk)
         self.store.device.declare_access(Queue.CPU, f"read {group.name}", (shard,), ())
-        whole = torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8)
+        whole = torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8, device="cpu")
         self.together.start_all_gather(whole, shard.cpu(), f"{chunk.extent.kind.value} of {group.name}").wait()
         return whole
 

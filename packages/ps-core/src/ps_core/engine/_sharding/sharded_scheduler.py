@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ps_core.engine._execution.no_plan import NoPlanScheduler
+from ps_core.engine._execution.passes_without_plan import NoPlanScheduler
 from ps_core.engine._sharding.sharded_driver import ShardedDriver
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.interrupts import defer_interrupts_installing
@@ -33,6 +33,10 @@ class ShardedScheduler(NoPlanScheduler):
         if grows or missing_bytes:
             self._make_way(missing_bytes)
             residency.note_larger_batch()
+
+    def forget_plan(self) -> None:
+        """Forget the order of collectives: groups are about to change."""
+        self._driver.forget_groups()
 
     @defer_interrupts_installing
     def _make_way(self, missing_bytes: int) -> None:

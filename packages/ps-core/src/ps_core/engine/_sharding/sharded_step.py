@@ -13,11 +13,11 @@ from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace
-from ps_core.engine._sharding.compare_ranks import checksum
 from ps_core.engine._sharding.left_over_sums import LeftOverSums
 from ps_core.engine._sharding.shard_promotion import low_tier
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._support.checksum import checksum
 
 
 class ShardedStepper(OnDemandStepper):

@@ -111,7 +111,7 @@ class StreamCollectives:
         room = min(MOST_STAGING_BYTES, store.free_bytes(1) // _PART_OF_FREE & -128)
         self.staging = store.reserve(1, align_up(max(least, min(whole, room)))) if whole else None
         """Staging memory on the host tier, for as long as the engine lives; None: no collective is staged."""
-        memory = torch.empty(0, dtype=torch.uint8) if self.staging is None else self.staging.memory
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu") if self.staging is None else self.staging.memory
         self._carrier = DeviceStaging(store.device, memory)
 
     def before(self) -> None:

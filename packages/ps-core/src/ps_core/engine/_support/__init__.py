@@ -1,1 +1,1 @@
-"""Ctrl-C, log lines, counters, wrapping a module's call."""
+"""Defer Ctrl-C, log lines, count, and wrap a module's calls."""

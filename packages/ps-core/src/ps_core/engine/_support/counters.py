@@ -19,7 +19,7 @@ def _no_seconds() -> dict[str, float]:
 
 @dataclass(slots=True)
 class PhaseTimer:
-    """Seconds by phase, by the host's clock; a step's are its passes' since the step before."""
+    """Add up seconds by phase, by the host's clock; a step's include its passes'."""
 
     stalled_s: float = 0.0
     """Seconds in all that the host thread waited for moves."""
@@ -52,7 +52,7 @@ class PhaseTimer:
 
 @dataclass(slots=True)
 class Counters(PhaseTimer):
-    """Counts of one engine, and its times."""
+    """Count one engine's work, and its times."""
 
     by_torch: bool = False
     """True if PyTorch's own code steps: the optimizer is a `TorchOptimizer`."""
@@ -80,19 +80,19 @@ class Counters(PhaseTimer):
         self.recorder = recorder
 
     def profiled(self, idle_s: Mapping[str, float]) -> None:
-        """Store the seconds a step that the device was idle in a profile, by cause."""
+        """Store how many seconds a step the device was idle in a profile, by cause."""
         self.idle_s = idle_s
 
     def moved(self, source: int, target: int, size: int) -> None:
-        """Add bytes that went from one tier to another."""
+        """Add bytes that were copied from one tier to another."""
         self.moved_bytes[source, target] += size
 
     def evicted(self) -> None:
-        """Count a group that left the compute tier."""
+        """Count a group that was evicted from the compute tier."""
         self.evictions += 1
 
     def fetched(self, *, early: bool) -> None:
-        """Count a group that had to be fetched; ``early``: its move had begun before it was wanted."""
+        """Count a group that was fetched; ``early``: its move began before the group was needed."""
         self.fetches += 1
         self.prefetch_hits += early
 
@@ -102,11 +102,11 @@ class Counters(PhaseTimer):
         self.replayed += replayed
 
     def replanned(self) -> None:
-        """Count a plan that took the place of one that was made from a pass that ran."""
+        """Count a plan that replaced one made from a pass that ran."""
         self.replans += 1
 
     def stepped(self, *, skipped: bool) -> None:
-        """Count a step; ``skipped``: it was left out because a gradient was not finite."""
+        """Count a step; ``skipped``: a gradient was not finite."""
         self.end_step()
         self.steps += 1
         if self.recorder is not None:
@@ -120,7 +120,7 @@ class Counters(PhaseTimer):
 
 
 class ByteLedger:
-    """Bytes by tier, slots and non-model bytes apart; only the methods of this class write its attributes."""
+    """Count bytes by tier, slots and non-model bytes apart; only this class writes its attributes."""
 
     def __init__(self, tiers: int) -> None:
         self.used_bytes = [0] * tiers
@@ -138,7 +138,7 @@ class ByteLedger:
         self.peak_besides_bytes = 0
         """The most bytes of the compute tier in use at one time without promoted shards."""
         self.foreseen_bytes = 0
-        """Bytes of the compute tier that a whole pass needs by its fake trace, where they do not fit; else 0."""
+        """Bytes of the compute tier for a whole pass by its fake trace, if they exceed it; else 0."""
         self.left_over_bytes = 0
         """Non-model bytes alive at the start of this pass, if an exception ended the pass before; else 0."""
         self.fixed_host_bytes = 0
@@ -157,7 +157,7 @@ class ByteLedger:
         self.used_bytes[tier] -= size
 
     def fix_on_host(self, home_bytes: int, gradient_bytes: int) -> None:
-        """Count embedding tables: home slots, which are reserved already, and gradients, which never get a slot."""
+        """Count embedding tables: home slots, which are reserved already, and gradients, which have no slots."""
         self.fixed_host_bytes = home_bytes + gradient_bytes
         self.add(1, gradient_bytes)
 
@@ -166,12 +166,12 @@ class ByteLedger:
         self.nonmodel_bytes = nonmodel_bytes
 
     def begin_moment(self, nonmodel_bytes: int) -> None:
-        """Count the non-model bytes that a planned moment may have, as if they were there."""
+        """Count the non-model bytes that a planned moment may have, as if they existed."""
         self.nonmodel_bytes = nonmodel_bytes
         self.update_peaks()
 
     def end_moment(self, peak_nonmodel_bytes: int, *, backward: bool) -> None:
-        """Store the most non-model bytes of a moment that is over."""
+        """Store the most non-model bytes of a moment that has ended."""
         if backward:
             self.highest_rise_bytes = max(self.highest_rise_bytes, peak_nonmodel_bytes - self.nonmodel_bytes)
         self.nonmodel_bytes = peak_nonmodel_bytes
@@ -188,15 +188,15 @@ class ByteLedger:
                 self.peak_besides_bytes = max(self.peak_besides_bytes, total - self.promoted_bytes)
 
     def note_promoted(self, size: int) -> None:
-        """Count a shard that came to the compute tier; below 0: one that went back."""
+        """Count a shard that was promoted to the compute tier; below 0: one that was demoted."""
         self.promoted_bytes += size
 
     def note_besides(self, used_bytes: int) -> None:
-        """Store that everything but promoted shards is known to need so many bytes of the compute tier."""
+        """Store how many bytes of the compute tier are needed by everything but promoted shards."""
         self.peak_besides_bytes = max(self.peak_besides_bytes, used_bytes)
 
     def note_foreseen(self, needed_bytes: int) -> None:
-        """Store what a fake trace says that a whole pass needs, where that is too much; 0: the pass fits."""
+        """Store a fake trace's bytes for a whole pass, if they are too many; 0: the pass fits."""
         self.foreseen_bytes = needed_bytes
 
     def note_left_over(self, size: int) -> None:

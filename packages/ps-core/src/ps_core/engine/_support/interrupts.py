@@ -1,17 +1,18 @@
-"""Defer Ctrl-C while the engine's state is between two consistent ones.
+"""Defer Ctrl-C while the engine's state is inconsistent.
 
-A Python signal handler may run between any two instructions, and that for Ctrl-C raises `KeyboardInterrupt` there. What
-the engine does between two of the model's operations is over soon, so it is let finish first.
+A Python signal handler may run between any two instructions, and the one for Ctrl-C raises `KeyboardInterrupt` there.
+The engine's work between two of the model's operations is short, so it is finished first.
 
 [Note: whose handler]
-Ours calls the one that was there before: at once, or after the `defer_interrupts` function that runs. It is put in when
-a pass begins (or something rare, as a step). It is taken out when all that needs it has ended, because notebooks set
-theirs anew for every cell. The state is the process's, as handlers are; only its main thread is ever interrupted.
+The engine's handler calls the earlier one: at once, or after the running `defer_interrupts` function. It is installed
+when a pass begins (or something rare, such as a step). It is removed when nothing needs it any more, because notebooks
+install their own for every cell. The state is the process's, as handlers are. Python interrupts only the main thread.
 
 [Note: when it waits]
-While a `defer_interrupts` function runs. At its very first instruction, where it does not count as running yet: what
-tidies up after one interrupt is not broken off by the next. Within a `callback`, whose exceptions Python prints and
-forgets, so that an interrupt would be lost. It then comes at the end of the next `defer_interrupts` function.
+An interrupt waits while a `defer_interrupts` function runs. It also waits at that function's very first instruction,
+before the function counts as running. So code that cleans up after one interrupt is not broken off by the next. It
+waits within a `callback` too: Python prints and forgets exceptions there, so an interrupt would be lost. It is then
+raised at the end of the next `defer_interrupts` function.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _State:
         self.before: Callable[[int, FrameType | None], Any] | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal: defer it, or pass it on to the handler that was there before ours."""
+        """Handle the signal: defer it, or pass it on to the earlier handler."""
         if self.depth or _has_to_wait(frame):
             self.came.append(frame)
         elif self.before is not None:
@@ -58,7 +59,7 @@ class _State:
             self.before(number, frame)
 
     def deliver(self) -> None:
-        """Raise the interrupt that was deferred, if one was; take our handler out if nothing needs it any more."""
+        """Raise the interrupt that was deferred, if any; remove the engine's handler if nothing needs it any more."""
         self.depth += 1  # or an interrupt could come between lines that belong together
         try:
             if self.put and not self.users:
@@ -75,7 +76,7 @@ class _State:
 
 
 def _has_to_wait(frame: FrameType | None) -> bool:
-    """Return True where an interrupt has to be deferred; see [Note: when it waits]."""
+    """Return True if an interrupt must be deferred; see [Note: when it waits]."""
     if frame is not None and frame.f_code in _ENTRY_CODE:
         return True
     while frame is not None:
@@ -90,7 +91,7 @@ _HANDLER = _STATE.handle
 
 
 def install() -> None:
-    """Put our handler in, until `uninstall`; only a handler that is Python's can be replaced."""
+    """Install the engine's handler until `uninstall`; only a handler in Python can be replaced."""
     _STATE.users += 1
     try:
         if get_ident() == _MAIN:
@@ -108,12 +109,12 @@ def _install() -> None:
 
 
 def interrupt_waits() -> bool:
-    """Return True if an interrupt came that is delivered when the running `defer_interrupts` function ends."""
+    """Return True if an interrupt will be raised when the running `defer_interrupts` function ends."""
     return bool(_STATE.came)
 
 
 def uninstall() -> None:
-    """End one need of our handler; with the last one, put the handler back that was there."""
+    """Drop one need of the engine's handler; with the last one, restore the earlier handler."""
     _STATE.users -= 1
     if get_ident() == _MAIN:
         _deliver_outermost()
@@ -126,7 +127,7 @@ def _defers_from_entry(
 
 
 def defer_interrupts(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function that an interrupt does not break off: the interrupt is raised when the function has returned."""
+    """Decorate a function that must not be interrupted: an interrupt is raised after it has returned."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

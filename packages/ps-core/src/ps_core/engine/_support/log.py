@@ -1,4 +1,4 @@
-"""Log the engine's few own lines, through the standard library's logging."""
+"""Log the engine's few messages, through the standard library's logging."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def log_line(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Write one line at level WARNING: something is lost, or is not as it was asked for."""
+    """Log one line at level WARNING: something is lost, or is not as the user asked."""
     _tell(logging.WARNING, text)
 
 
@@ -29,5 +29,5 @@ def _tell(level: int, text: str) -> None:
 
 
 def say_if_debugging(text: str) -> None:
-    """Log one line at level DEBUG, which is shown only where that level is on."""
+    """Log one line at level DEBUG, which is shown only if that level is on."""
     LOGGER.debug(text)

@@ -1,8 +1,8 @@
-"""Something done around every call of a module, whatever ends the call.
+"""Wrap every call of a module in a context, however the call ends.
 
-Forward hooks are not enough for that: an interrupt (Ctrl-C) passes them by. ``nn.Module`` looks in each module for what
-``module.compile()`` leaves there, and calls that in place of itself; so that is where this stands. Nothing of a class
-is changed, and the module's ``forward`` keeps its signature.
+Forward hooks are not enough: an interrupt (Ctrl-C) skips them. ``nn.Module`` calls what ``module.compile()`` stores in
+a module in place of the module itself. So the wrapper is stored there. No class is changed, and the module's
+``forward`` keeps its signature.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COMPILED_CALL_ATTRIBUTE = "_compiled_call_impl"
 
 
 class ModuleCallWrapper:
-    """Stands around one module's calls until it is removed."""
+    """Wrap one module's calls until it is removed."""
 
     def __init__(self, module: nn.Module, around: Callable[[Call, Any, Mapping[str, Any]], Any]) -> None:
         self._module = weakref.ref(module)
@@ -27,7 +27,7 @@ class ModuleCallWrapper:
         setattr(module, COMPILED_CALL_ATTRIBUTE, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by ``nn.Module`` in place of the module."""
+        """Run the module's call in the context; ``nn.Module`` calls this in place of the module."""
         call = self._compiled
         if call is None:
             module = self._module()
@@ -37,7 +37,7 @@ class ModuleCallWrapper:
 
     @property
     def in_place(self) -> bool:
-        """True if the wrapper is still installed."""
+        """Return True if the wrapper is still installed."""
         module = self._module()
         return module is not None and vars(module).get(COMPILED_CALL_ATTRIBUTE) is self
 

@@ -1,4 +1,4 @@
-"""Protocol of what records when queues work; see `_profiling`."""
+"""Define the protocol of a recorder of when queues work; see `_profiling`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ T = TypeVar("T")
 
 
 class WorkRecorder(Protocol):
-    """Records the times of work while a model is profiled; otherwise there is None in its place."""
+    """Record the times of work while a model is profiled; otherwise there is None in its place."""
 
     def record(self, queue: Queue, what: Instr | Extent | str, work: Callable[[], T], size_bytes: int = 0) -> T:
-        """Call ``work``, which launches work on a queue, and record when the queue does that; return its result."""
+        """Call ``work``, which launches work on a queue, and record when the queue does it; return its result."""
 
     def begin_moment(self, name: str) -> None:
-        """Record that the compute queue begins a moment; if one is on, do nothing."""
+        """Record that the compute queue begins a moment; do nothing within another one."""
 
     def end_moment(self) -> None:
-        """Record that the moment ends; without one that is on, do nothing."""
+        """Record that the moment ends; do nothing if none is open."""
 
     def follow(self, plan: Any, segment: SegmentName) -> None:
-        """Note that what comes is launched by a segment of a plan. (Any: the engine's `EnginePlan`.)"""
+        """Note that a plan's segment launches the work from here on. (Any: the engine's `EnginePlan`.)"""
 
     def leave_plan(self) -> None:
-        """Note that what comes follows no plan."""
+        """Note that the work from here on follows no plan."""
 
     def stepped(self) -> None:
         """Note that an optimizer step ended."""

@@ -1,1 +1,1 @@
-"""The moments of a pass, recorded or traced with fake tensors."""
+"""Record the moments of a pass, or trace them with fake tensors."""

@@ -1,4 +1,4 @@
-"""Describes what a model is called with: a plan serves all batches that are no larger."""
+"""Describe the size of a model's inputs: a plan serves all batches that are no larger."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class BatchShape:
 
     @property
     def dimensions(self) -> tuple[int, ...]:
-        """The number of dimensions of each tensor; only batches that agree in these can be compared."""
+        """Return the number of dimensions of each tensor; only batches with the same ones can be compared."""
         return tuple(map(len, self.shapes))
 
     @property
     def numel(self) -> int:
-        """Elements of all tensors."""
+        """Return the number of elements of all tensors."""
         return sum(map(math.prod, self.shapes))
 
     def covers(self, other: BatchShape | None) -> bool:
-        """Return whether no size of another batch is larger, so that a plan for this one is good for it."""
+        """Return True if no size of the other batch is larger: this one's plan then serves both."""
         if other is None or self.dimensions != other.dimensions:
             return False
         pairs = zip(self.shapes, other.shapes, strict=True)
@@ -47,7 +47,7 @@ class BatchShape:
 
 
 class LargestBatch:
-    """Remembers the largest batches."""
+    """Remember the largest batches."""
 
     def __init__(self) -> None:
         self._numel = 0
@@ -55,7 +55,7 @@ class LargestBatch:
         """The smallest batch that covers all of the same dimensions so far."""
 
     def grows(self, batch: BatchShape) -> bool:
-        """Note a batch; return whether any size of it, or their product, is larger than in all before."""
+        """Note a batch; return True if any size of it, or their product, is larger than ever before."""
         known, numel = self._batches.get(batch.dimensions), batch.numel
         grows = known is None or not known.covers(batch) or numel > self._numel
         self._batches[batch.dimensions] = batch if known is None else known.joined(batch)
@@ -90,7 +90,7 @@ def _tokens(tensor: torch.Tensor) -> int:
 
 
 def within_a_module() -> bool:
-    """Return True if the caller runs within a module's call; parameters read outside of any are in no batch."""
+    """Return True if the caller runs within a module's call; parameters read outside depend on no batch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _MODULE_CALLS:

@@ -1,4 +1,4 @@
-"""Copies a model with fake tensors, which have shapes but no memory, in place of all that it holds."""
+"""Copy a model with fake tensors, which have shapes but no memory, in place of all its tensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", 
 
 
 class CannotCopy(Exception):
-    """The model cannot be copied; the message says why."""
+    """Say that the model cannot be copied; the message says why."""
 
 
 class FakeTensors(TorchFunctionMode):
-    """The fake tensor of each real one.
+    """Make and remember the fake tensor of each real one.
 
-    While this mode is on, `copy.deepcopy` makes fake tensors of real ones, whatever holds them. And functions get the
-    fake in place of a real parameter: a closure or a global may still hold one of the model that was copied.
+    While this mode is on, `copy.deepcopy` makes fake tensors of all real ones, in any object. Functions get the fake in
+    place of a real parameter. So a closure or a global may still hold a parameter of the original model.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -35,7 +35,7 @@ class FakeTensors(TorchFunctionMode):
         """By the real tensor's id, which is kept for that: another tensor might get the same one."""
 
     def fake(self, tensor: torch.Tensor, name: str = "", dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a tensor's fake on the CPU, made at the first call; floating ones in ``dtype`` if it is given."""
+        """Return a tensor's fake on the CPU, made at the first call; floating ones in ``dtype`` if given."""
         known = self._pairs.get(id(tensor))
         if known is not None:
             return known[1]
@@ -51,9 +51,9 @@ class FakeTensors(TorchFunctionMode):
         return made
 
     def copy(self, model: nn.Module, shared: Iterable[object]) -> nn.Module:
-        """Return a copy of the model that holds fakes; objects in ``shared`` are not copied, but the same for both.
+        """Return a copy of the model with fakes; objects in ``shared`` are not copied, but used by both.
 
-        Call it while this mode and the fake-tensor mode are on. `CannotCopy` says what cannot be copied.
+        Call this while this mode and the fake-tensor mode are on. `CannotCopy` says what cannot be copied.
         """
         memo: dict[int, Any] = {id(each): each for each in shared}
         memo.update((real, made) for real, (_, made) in self._pairs.items())
@@ -95,7 +95,7 @@ class FakeTensors(TorchFunctionMode):
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what a function changes in place, as its name tells."""
+    """Return the arguments that a function changes in place, by its name."""
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
     out = kwargs.get("out")
@@ -103,7 +103,7 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _empty_like(tensor: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> torch.Tensor:
-    """Return a fake tensor of the same shape; it is dense if the other is expanded, as a placeholder is."""
+    """Return a fake tensor of the same shape; it is dense even if the tensor is an expanded placeholder."""
     expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     with mode, torch.no_grad():
         if expanded:

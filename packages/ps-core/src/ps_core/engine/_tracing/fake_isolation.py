@@ -1,14 +1,16 @@
-"""Keeps a pass on fake tensors apart from the rest of the process.
+"""Isolate a pass on fake tensors from the rest of the process.
 
 [Note: what a fake pass leaves alone]
-The pass runs the Python code of the model once more, on a copy (`fake_copy`). Put back afterwards: the random states of
-Python, NumPy and torch (CUDA's too), grad mode, warning filters and dispatch modes. Off meanwhile: the user's dispatch
-modes, warnings, torch's log lines about fake tensors, and compilation. Autocast's cache is emptied. Python objects that
-the code reaches outside of the copy are restored (`fake_snapshot`). A fake tensor that was stored elsewhere is removed
-there (`fake_leftovers`), or the next pass would compute with it. Effects outside of Python's objects happen once more.
+The pass runs the model's Python code once more, on a copy (`fake_copy`). Random states of Python, NumPy and PyTorch
+(CUDA's too) are restored afterwards. So are grad mode, warning filters and dispatch modes. Some features are off
+meanwhile: the user's dispatch modes, warnings, PyTorch's log lines about fake tensors, and compilation. Autocast's
+cache is emptied. Python objects that the code reaches outside of the copy are restored (`fake_snapshot`). A fake tensor
+that was stored elsewhere is removed there (`fake_leftovers`); the next pass would compute with it. Effects outside of
+Python's objects happen once more.
 
-Much of this is the whole process's. So one fake pass runs at a time: torch's own flag for "a dispatch mode is on" stays
-set for good where two threads leave their modes in the order in which they entered, and then nothing is compiled.
+Much of this state belongs to the whole process. So one fake pass runs at a time. Two threads could leave their modes in
+the order in which they entered. Then PyTorch's flag for "a dispatch mode is on" would stay set, and nothing would be
+compiled any more.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def _say_nothing(_: logging.LogRecord) -> bool:
 
 
 class Isolation:
-    """See [Note: what a fake pass leaves alone]."""
+    """Save and restore state around a fake pass; see [Note: what a fake pass leaves alone]."""
 
     _one_at_a_time = RLock()
 
@@ -47,7 +49,7 @@ class Isolation:
 
     @classmethod
     def forget_other_threads(cls) -> None:
-        """Replace the lock in a forked process, where a thread that held the old one does not go on."""
+        """Replace the lock in a forked process, where the thread that held the old one does not exist."""
         cls._one_at_a_time = RLock()
 
     def enter(self, *contexts: AbstractContextManager[Any]) -> None:
@@ -74,12 +76,12 @@ class Isolation:
             self._exits.enter_context(context)
 
     def track(self, tracker: TensorBytesTracker) -> None:
-        """Start a tracker, which stops first of all."""
+        """Start a tracker, which is stopped before anything else is restored."""
         self._exits.callback(tracker.stop)
         tracker.start()
 
     def restore(self) -> None:
-        """Put everything back; do nothing where `enter` was not called."""
+        """Restore everything; do nothing if `enter` was not called."""
         self._exits.close()
 
 
@@ -87,7 +89,7 @@ os.register_at_fork(after_in_child=Isolation.forget_other_threads)
 
 
 def _random_states() -> list[Callable[[], None]]:
-    """Return calls that put the states of all global generators back."""
+    """Return calls that restore the states of all global generators."""
     before = random.getstate()
     calls: list[Callable[[], None]] = [lambda: random.setstate(before)]
     numpy: Any = sys.modules.get("numpy")  # without an import nothing draws from it

@@ -1,7 +1,7 @@
-"""Removes the fake tensors that a model's code stored where no copy of the model reaches: in caches and globals.
+"""Remove fake tensors that a model's code stored outside of the copy: in caches and globals.
 
-The model's next pass would compute with them, and fail. What a container or a ``functools`` cache holds is removed from
-it, and a variable or an attribute becomes None.
+The model's next pass would compute with them, and fail. They are removed from containers and ``functools`` caches.
+Variables and attributes that hold one become None.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _DEPTH = 4
 
 
 def remove_leftovers(mode: FakeTensorMode, made: list[weakref.ref[torch.UntypedStorage]]) -> list[str]:
-    """Remove this mode's tensors from all that refers to them; return the types of objects that keep theirs.
+    """Remove this mode's tensors wherever they are referenced; return the types of objects that keep theirs.
 
-    ``made`` are the tensors' storages. If any is alive, garbage is collected; if one is alive still, the heap searched.
+    ``made`` are the tensors' storages. If any is alive, garbage is collected; if one still is, the heap is searched.
     """
     if not _any_alive(made):
         return []
@@ -41,7 +41,7 @@ def _any_alive(made: list[weakref.ref[torch.UntypedStorage]]) -> bool:
 
 
 def _remove(value: Any, depth: int, ignored: set[int]) -> set[str]:
-    """Remove a value from its holders, and tuples from theirs; return the types of those that cannot be changed."""
+    """Remove a value from its holders, and tuples from theirs; return the types that cannot be changed."""
     holders = [each for each in gc.get_referrers(value) if id(each) not in ignored and type(each) is not FrameType]
     kept: set[str] = set()
     for holder in holders:
@@ -52,7 +52,7 @@ def _remove(value: Any, depth: int, ignored: set[int]) -> set[str]:
 
 
 def _remove_from(holder: Any, value: Any) -> bool:
-    """Make an object hold the value no more; return False if it is of a type that does not allow that."""
+    """Remove a value from an object; return False if the object's type does not allow that."""
     if isinstance(holder, _lru_cache_wrapper):
         holder.cache_clear()
     elif isinstance(holder, CellType):
@@ -76,7 +76,7 @@ def _remove_from(holder: Any, value: Any) -> bool:
 
 
 def _clear_attributes(owner: Any, value: Any) -> bool:
-    """Set attributes of an object, a class or a module that are this value to None; return True if there were any."""
+    """Set attributes with this value to None, of an object, class or module; return True if any existed."""
     names = [name for name, each in getattr(owner, "__dict__", {}).items() if each is value]
     for name in names:
         setattr(owner, name, None)

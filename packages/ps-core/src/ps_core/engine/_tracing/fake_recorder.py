@@ -1,13 +1,12 @@
-"""The moments of a pass on fake tensors.
+"""Record the moments of a pass on fake tensors.
 
 [Note: moments of a fake pass]
-They are the engine's (`_tracing.pass_recording`), with a *unit* for its groups: by default, the module that owns the
-parameter. Each parameter belongs to a unit. A moment begins when a parameter of a unit is used that the present moment
-was not begun for. A function that is called on it uses it; so does a backward node that saved it. A moment also begins
-when a gradient arrives for a unit that the present moment was not begun for. It has brought that unit no gradient
-either. A parameter that has live aliases (a checkpoint's recomputed block) is read by the next moment, too. It is held
-from the one to the other. What comes before the first moment belongs to it. The loss lies between the last touch of
-forward and the first of backward, and belongs to the former.
+They are the engine's (`_tracing.pass_recording`), with *units* in place of groups. Each parameter belongs to a unit: by
+default, the module that owns it. A moment begins when a parameter of a unit is used that the present moment was not
+begun for. A function that is called on it uses it; so does a backward node that saved it. A gradient also begins a
+moment, if its unit neither began the present moment nor got a gradient in it. A parameter with live aliases (a
+checkpoint's recomputed block) is read by the next moment, too. It is held from the one to the other. What comes before
+the first moment belongs to it. The loss lies between forward's last touch and backward's first, and belongs to forward.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from ps_core._trace import Amounts, Moment, Phase
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_core.engine._parameters import managed_parameter
 from ps_core.engine._support.interrupts import interrupt_waits
+from ps_core.engine._tracing.activation_log import ActivationLog, TracedActivations
 from ps_core.engine._tracing.op_costs import amounts_of
 
 _aten = torch.ops.aten
@@ -42,7 +42,7 @@ _NO_TOUCH = (
 
 @dataclass(slots=True)
 class _FakeMoment:
-    """One moment."""
+    """One moment of a fake pass."""
 
     backward: bool
     name: str
@@ -61,7 +61,7 @@ class _FakeMoment:
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """A view of a parameter that autograd saves; it is not an alias, which would count as one."""
+    """A view of a parameter that autograd saves, and that does not count as an alias."""
 
     index: int
     shape: torch.Size
@@ -71,13 +71,13 @@ class _Handle:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Saved:
-    """A tensor that autograd saves; a pass that broke off clears it."""
+    """A tensor that autograd saves, which is cleared after a pass that broke off."""
 
     tensor: torch.Tensor | None
 
 
 class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
-    """Counts the bytes and operations of a fake pass, moment by moment."""
+    """Count the bytes and operations of a fake pass, moment by moment."""
 
     def __init__(
         self, named: Mapping[str, torch.Tensor], unit_of: Callable[[str], int] | None, timeout_s: float
@@ -95,6 +95,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         self._uses = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
         self._saved: list[weakref.ref[_Saved]] = []
         self._moments: list[_FakeMoment] = []
+        self._activations = ActivationLog()
         self._before = _FakeMoment(False, "", frozenset(), frozenset())
         """Takes what comes before the first moment."""
         each: Any  # no longer what its type says
@@ -114,7 +115,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         moment.touched.update(read)
 
     def arrive(self, parameter: torch.Tensor) -> None:
-        """Note a gradient, and drop it, as the engine does at once."""
+        """Note a gradient, and drop it at once, as the engine does."""
         index = self._indices[id(parameter)]
         unit = self._units[index]
         moment = self._moments[-1] if self._moments else None
@@ -135,7 +136,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         return moment
 
     def close(self) -> frozenset[int]:
-        """End the moment; return those of its parameters that have live aliases."""
+        """End the moment; return the ids of its parameters that have live aliases."""
         if not self._moments:
             return frozenset()
         moment = self._moments[-1]
@@ -146,9 +147,10 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         return frozenset(index for index in aliased if self._units[index] in units)
 
     def release(self) -> list[weakref.ref[torch.UntypedStorage]]:
-        """Release all tensors, and return the storages that were counted; use this object no more.
+        """Release all tensors, and return the storages that were counted; do not use this object afterwards.
 
-        An operator that saves its own result is in a cycle with it that no garbage collector sees, until backward runs.
+        An operator that saves its own result forms a cycle with it, which no garbage collector sees until backward
+        runs.
         """
         for saved in self._saved:
             if (holder := saved()) is not None:
@@ -160,10 +162,26 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         vars(self).clear()
         return found
 
+    def make_activation(self, size_bytes: int) -> str:
+        """Note an offloaded activation; return its name, which is empty for one that backward makes."""
+        if _in_backward():
+            return ""
+        return self._activations.make(size_bytes, max(0, len(self._moments) - 1))
+
+    def take_activation(self, name: str) -> None:
+        """Note that an activation is copied back."""
+        if name:
+            self._activations.take(name, len(self._moments) - 1)
+
+    def moved_activations(self) -> TracedActivations:
+        """Return the activations that a plan of the pass moves."""
+        return self._activations.in_trace([moment.backward for moment in self._moments])
+
     def moments(self) -> tuple[Moment, ...]:
         """Return the moments recorded."""
         found: list[Moment] = []
-        for moment in self._moments:
+        _, makes, takes = self.moved_activations()
+        for number, moment in enumerate(self._moments):
             before = found[-1].reads if found else ()
             found.append(
                 Moment(
@@ -171,6 +189,8 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
                     phase=Phase.BACKWARD if moment.backward else Phase.FORWARD,
                     reads=tuple(self._reads(moment)),
                     grads=tuple(moment.grads),
+                    makes=makes[number],
+                    takes=takes[number],
                     holds=tuple(sorted(moment.held.intersection(before))),
                     nonmodel_bytes=moment.nonmodel_bytes,
                     **moment.amounts._asdict(),
@@ -179,7 +199,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         return tuple(found)
 
     def _reads(self, moment: _FakeMoment) -> dict[int, None]:
-        """Return what a moment touched or held, and one parameter of each other unit that it was begun for."""
+        """Return the parameters that a moment touched or held, and one parameter of each other unit that began it."""
         reads = dict.fromkeys((*moment.touched, *sorted(moment.held)))
         kept = moment.reads - {self._units[index] for index in reads}
         reads.update(dict.fromkeys(self._units.index(unit) for unit in sorted(kept)))
@@ -210,7 +230,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator; note what it made and what it cost."""
+        """Run an operator; note the tensors that it made and its cost."""
         kwargs = kwargs or {}
         packet = getattr(func, "overloadpacket", func)
         if packet in _UNKNOWN_SIZES and torch.is_grad_enabled():
@@ -224,7 +244,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         return result
 
     def _check(self, func: Any, result: Any) -> None:
-        """Raise where the pass has to end. Not within a question or a view: C++ asks such where it cannot raise."""
+        """Raise if the pass has to end. Not within a question or a view: C++ calls such where it cannot raise."""
         made = [each for each in tree_leaves(result) if isinstance(each, FakeTensor)]
         if not made or getattr(func, "is_view", False):
             return
@@ -244,11 +264,11 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
 
 
 class FakeParameter(FakeTensor):
-    """A fake parameter that tells a recorder of every function it is given to, also where backward recomputes."""
+    """A fake parameter that tells a recorder of every function that uses it, also during recomputation in backward."""
 
     _recorder: FakePassRecorder
     _away: bool = False
-    """True if the parameter is a table that stays on the host: lookups return rows, and the table is not fetched."""
+    """True if the parameter is a table that stays on the host: lookups return rows without a fetch."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Saves the Python state that a model's code can reach, and restores it after a pass on fake tensors.
+"""Save the Python state that a model's code can reach, and restore it after a pass on fake tensors.
 
 [Note: what is saved]
 The pass runs on a copy of the model. Its code also reaches objects that no copy has: closures, globals, class
@@ -7,9 +7,9 @@ classes and their hooks to what functions refer to by name. On the way it saves 
 attributes, cells and random generators. Afterwards each has the same entries again, by identity. An iterator in a
 variable that the model's own code names cannot be rewound: the pass reads a copy. Not saved are
 
-- tensors, which `fake_copy` lets nobody write to,
+- tensors, which `fake_copy` protects from writes,
 - containers of more than `_LARGE` entries, and iterators in containers,
-- objects of torch and of the standard library,
+- objects of PyTorch and of the standard library,
 - objects that are more than `_DEPTH` steps away.
 """
 
@@ -42,11 +42,11 @@ _ATOMS = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype
 
 
 class CannotRewind(Exception):
-    """The model's code can read a generator outside of the model, which cannot be read twice."""
+    """Say that the model's code can read a generator outside of the model, which cannot be read twice."""
 
 
 class Snapshot:
-    """Objects that code reached from a model may change, as they were; see [Note: what is saved]."""
+    """Save objects that a model's code can reach and change; see [Note: what is saved]."""
 
     def __init__(self, model: nn.Module) -> None:
         self.generators: list[torch.Generator] = []
@@ -65,7 +65,9 @@ class Snapshot:
             raise
 
     def restore(self) -> None:
-        """Give everything that was saved its old entries, the last first: it may have been saved with a copy."""
+        """Restore the saved entries of every object, the last saved first: an object may have been saved with a
+        copy.
+        """
         try:
             while self._undo:
                 self._undo.pop()()
@@ -75,7 +77,7 @@ class Snapshot:
             self.discard()
 
     def discard(self) -> None:
-        """Forget what was saved: the code has run, as its user sees it."""
+        """Forget what was saved: the code has run for its user."""
         self._undo.clear()
         self._seen.clear()
         self._variables.clear()
@@ -91,7 +93,7 @@ class Snapshot:
             near = further
 
     def _save(self, each: Any) -> Iterable[Any]:
-        """Save one object; return the objects that it leads to."""
+        """Save one object; return the objects that it refers to."""
         if isinstance(each, _CONTAINERS):
             return self._container(each) if len(each) <= _LARGE else ()
         if isinstance(each, tuple | frozenset):
@@ -184,7 +186,7 @@ class Snapshot:
 
 
 class _Variables:
-    """Saves variables of one module."""
+    """Save variables of one module."""
 
     def __init__(self, variables: dict[str, Any]) -> None:
         self._variables = variables
@@ -195,7 +197,7 @@ class _Variables:
         """Names of modules that the user or other packages wrote."""
 
     def add(self, names: set[str], found: list[Any], *, own: bool) -> None:
-        """Save the variables of these names, and append the values that were not saved before to ``found``."""
+        """Save the variables of these names; append values that were not saved before to ``found``."""
         new = names - self._names
         self._names |= new
         for name in new & self.before.keys():
@@ -208,7 +210,7 @@ class _Variables:
                 self.modules.add(name)
 
     def restore(self) -> None:
-        """Give the variables that were saved their values again."""
+        """Restore the values of the saved variables."""
         for name in self._names:
             before = self.before.get(name, _ABSENT)
             if self._variables.get(name, _ABSENT) is not before:
@@ -245,7 +247,7 @@ def _refill(each: Any, before: list[Any]) -> None:
 
 
 def _entries(each: Any) -> list[Any]:
-    """Return what a container holds, though its class may show other items; of a dictionary keys and values in turn."""
+    """Return what a container holds, even if its class shows other items; of a dictionary, keys and values in turn."""
     if isinstance(each, dict):
         return [entry for pair in dict.items(each) for entry in pair]
     return list(_kind(each).__iter__(each))
@@ -256,7 +258,7 @@ def _kind(each: Any) -> Any:
 
 
 def _generator(each: Any) -> Callable[[], None] | None:
-    """Return what restores the state of a random generator; None for anything else."""
+    """Return a call that restores the state of a random generator; None for anything else."""
     if isinstance(each, random.Random) and not isinstance(each, random.SystemRandom):  # which has no state
         return functools.partial(each.setstate, each.getstate())
     if isinstance(each, torch.Generator):
@@ -275,7 +277,7 @@ def _is_foreign(each: Any) -> bool:
 
 
 def _read_ahead(value: Any) -> Any:
-    """Return what a pass may read in place of an iterator, which cannot be rewound; the value itself for all else."""
+    """Return a copy in place of an iterator, which cannot be rewound; any other value itself."""
     kind = type(value)
     if kind.__module__ not in _ITERATORS or not hasattr(kind, "__next__"):
         return value

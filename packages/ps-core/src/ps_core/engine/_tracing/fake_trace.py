@@ -1,6 +1,7 @@
-"""Traces a model without computing anything: one forward and backward on fake tensors, in a copy of the model.
+"""Trace a model without computing: one forward and backward on fake tensors, in a copy of the model.
 
-It happens in this process, on whatever device the model is (`fake_copy`, `isolation`). Operators are those of the CPU.
+The trace runs in this process, whatever device the model is on (`fake_copy`, `isolation`). Operators are those of the
+CPU.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class CannotTrace(InvalidInput):
-    """The model does something that fake tensors cannot follow."""
+    """Say that the model does something that fake tensors cannot follow."""
 
 
 class NoLoss(InvalidInput):
-    """The model returns no scalar loss with a gradient."""
+    """Say that the model returns no scalar loss with a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FakePassOptions:
-    """Says what a fake pass does."""
+    """Options of a fake pass."""
 
     training: bool = True
     """True if backward follows forward."""
@@ -77,14 +78,14 @@ def trace(
 ) -> Trace:
     """Trace what one iteration of ``model`` on ``batch`` touches, on fake tensors in a copy of the model.
 
-    ``batch`` is a mapping (keyword arguments), a tuple or list (positional ones), or the only argument; only shapes and
-    dtypes matter. ``loss`` makes the loss from what the model returns (default: its ``loss``, or the scalar itself).
-    With ``precision``, floating parameters and inputs are taken to be of that; without, as they are. ``unit_of`` maps a
+    ``batch`` is a mapping (keyword arguments), a tuple or list (positional ones), or the only argument. Only shapes and
+    dtypes matter. ``loss`` makes the loss from the model's output (default: its ``loss``, or the scalar itself). With
+    ``precision``, floating parameters and inputs are taken to be of that type; without, as they are. ``unit_of`` maps a
     parameter's name to the unit whose touches make a moment (default: the owning module). Parameters may be on meta.
     The bytes are those of the CPU's operators, so for an accelerator they are an estimate.
 
-    `CannotTrace` is raised where the model does what fake tensors cannot follow, or if the pass takes longer than
-    ``timeout_s``. The model's Python code runs once, on the copy: what it prints or writes elsewhere is done.
+    `CannotTrace` is raised if the model does what fake tensors cannot follow, or if the pass exceeds ``timeout_s``. The
+    model's Python code runs once, on the copy: what it prints or writes elsewhere is done.
     """
     if precision is not None and precision not in _DTYPES:
         raise InvalidInput(f"precision must be one of {', '.join(Precision)}, found {precision!r}")
@@ -119,7 +120,7 @@ def fake_pass(
 ) -> Trace:
     """Trace one pass of a copy of the model; see [Note: what a fake pass leaves alone] in `isolation`.
 
-    Objects in ``shared`` belong to the model and are not copied. Whatever the model's code raises comes out of this. An
+    Objects in ``shared`` belong to the model and are not copied. Whatever the model's code raises is raised here. An
     interrupt ends the pass at its next operator: within FakeTensorMode's own code it could end the process.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -143,7 +144,7 @@ def _traced(
     shared: Iterable[object],
     made: list[weakref.ref[torch.UntypedStorage]],
 ) -> Trace:
-    """Do what `fake_pass` says, and note the storages of all fake tensors in ``made``."""
+    """Do the work of `fake_pass`, and append the storages of all fake tensors to ``made``."""
     fakes, recorder, copied = FakeTensors(mode), None, None
     originals = dict(model.named_parameters())
     isolation, snapshot = Isolation(), Snapshot(model)
@@ -169,6 +170,7 @@ def _traced(
                 Tensor(name=name, numel=each.numel(), trainable=each.requires_grad) for name, each in originals.items()
             ),
             moments=recorder.moments(),
+            activations=recorder.moved_activations().activations,
             tokens=_tokens(*given),
         )
     except (KeyboardInterrupt, SystemExit):
@@ -195,7 +197,7 @@ def _forward_backward(model: nn.Module, given: Arguments, options: FakePassOptio
 
 
 def describe(error: Exception) -> str:
-    """Say in one line what ended a fake pass, and where in the user's code."""
+    """Return one line that says what ended a fake pass, and where in the user's code."""
     lines = str(error).strip().splitlines() or [""]
     if isinstance(error, CannotCopy | CannotRewind | TimeoutError):
         return lines[0]
@@ -203,7 +205,7 @@ def describe(error: Exception) -> str:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Clear the variables of all frames that an exception came through, which hold fake tensors."""
+    """Clear the variables of all frames of an exception, which hold fake tensors."""
     seen: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:
@@ -215,7 +217,7 @@ def _forget_frames(error: BaseException) -> None:
 
 
 def _where(error: Exception) -> str:
-    """Return the innermost line outside torch and this package: most often the model's."""
+    """Return the innermost line outside PyTorch and this package: usually the model's."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((_TORCH, _ENGINE, "<")):
             return f" ({frame.filename}, line {frame.lineno})"
@@ -223,7 +225,7 @@ def _where(error: Exception) -> str:
 
 
 def _check_leaves(loss: torch.Tensor) -> None:
-    """Raise where backward would give a gradient without memory to a real tensor."""
+    """Raise if backward would give a gradient without memory to a real tensor."""
     left, seen = [loss.grad_fn], set[Any]()
     while left:
         node = left.pop()
@@ -259,7 +261,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return the number of elements of the first integer input: token ids, as a rule."""
+    """Return the number of elements of the first integer input: usually token ids."""
     first = kwargs.get("input_ids")
     inputs = [first] if isinstance(first, torch.Tensor) else _tensors((args, kwargs))
     return next((tensor.numel() for tensor in inputs if tensor.dtype in (torch.int64, torch.int32)), 0)

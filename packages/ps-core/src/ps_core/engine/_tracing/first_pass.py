@@ -1,4 +1,4 @@
-"""Estimates what a managed model's first pass touches, before it runs; and compares the pass with the estimate."""
+"""Estimate what a managed model's first pass touches, before it runs; and compare the pass with the estimate."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from ps_core._trace import Amounts, Phase, Trace
 from ps_core.engine._parameters.param_state import ParamState
+from ps_core.engine._tracing.activation_log import ActivationLog
 from ps_core.engine._tracing.fake_copy import CannotCopy
 from ps_core.engine._tracing.fake_trace import FakePassOptions, NoLoss, describe, fake_pass
 from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
@@ -19,11 +20,11 @@ _MOST_CHARACTERS = 240
 
 
 class NotForeseen(Exception):
-    """Raised where the first pass cannot be estimated; the message says why."""
+    """Say that the first pass cannot be estimated; the message says why."""
 
 
 class ReturnsNoLoss(NotForeseen):
-    """Raised where the model returns no loss, as many do: what its caller computes from the outputs is not known."""
+    """Say that the model returns no loss: what its caller computes from the outputs is not known."""
 
 
 def estimate_first_pass(
@@ -68,7 +69,8 @@ def _shortened(error: Exception) -> str:
 
 def _as_recording(trace: Trace, record_of: dict[str, ParamState]) -> PassRecording:
     found = [record_of.get(tensor.name) for tensor in trace.tensors]
-    recording, above, besides = PassRecording(), 0, Amounts()
+    recording, above, besides = PassRecording(foreseen=True), 0, Amounts()
+    numbers: list[int] = []
     for moment in trace.moments:
         reads = [record for index in moment.reads if (record := found[index]) is not None]
         grads = [record for index in moment.grads if (record := found[index]) is not None]
@@ -81,7 +83,9 @@ def _as_recording(trace: Trace, record_of: dict[str, ParamState]) -> PassRecordi
             besides = besides.plus(moment.amounts)
             if recording.moments:
                 above, besides = _add(recording.moments[-1], above, besides)
+            numbers.append(max(0, len(recording.moments) - 1))
             continue
+        numbers.append(len(recording.moments))
         recording.moments.append(
             MomentRecord(
                 moment.phase is Phase.BACKWARD,
@@ -96,33 +100,41 @@ def _as_recording(trace: Trace, record_of: dict[str, ParamState]) -> PassRecordi
             )
         )
         above, besides = _add(recording.moments[-1], above, besides)
+    recording.activations = ActivationLog.of_trace(trace.activations, zip(numbers, trace.moments, strict=True))
     return recording
 
 
 def _add(moment: MomentRecord, nonmodel_bytes: int, work: Amounts) -> tuple[int, Amounts]:
-    """Add bytes and work to a moment; return that nothing is left to add."""
+    """Add bytes and work to a moment; return zeros, since nothing is left to add."""
     assert moment.work is not None, "a fake pass counts it"
     moment.nonmodel_bytes, moment.work = max(moment.nonmodel_bytes, nonmodel_bytes), moment.work.plus(work)
     return 0, Amounts()
 
 
-def matches_estimate(recording: PassRecording, moments: list[MomentRecord]) -> bool:
-    """Return True if a pass went as estimated and needed no more non-model bytes; its plan then stays in force."""
-    ran, foreseen = map(_outline, recording.moments), map(_outline, moments)
-    peak = max((moment.nonmodel_bytes for moment in recording.moments), default=0)
-    return list(ran) == list(foreseen) and peak <= max((moment.nonmodel_bytes for moment in moments), default=0)
+def matches_estimate(recording: PassRecording, estimate: PassRecording) -> bool:
+    """Return True if a pass went as estimated and needed no more non-model bytes; its plan then stays in force.
+
+    What its moments computed is taken from the estimate, also where only the bytes are others.
+    """
+    ran, foreseen = map(_outline, recording.moments), map(_outline, estimate.moments)
+    if list(ran) != list(foreseen) or recording.moved_activations != estimate.moved_activations:
+        return False
+    for moment, like in zip(recording.moments, estimate.moments, strict=True):
+        moment.work = like.work
+    return recording.peak_nonmodel_bytes <= estimate.peak_nonmodel_bytes
 
 
-def begins_like_estimate(recording: PassRecording, moments: list[MomentRecord]) -> bool:
+def begins_like_estimate(recording: PassRecording, estimate: PassRecording) -> bool:
     """Return True if a pass that broke off had gone as estimated until then; the plan is then used again."""
     count = len(recording.moments)
-    if not 0 < count < len(moments):
+    if not 0 < count < len(estimate.moments):
         return False
-    ran, foreseen = recording.moments[-1], moments[count - 1]
+    ran, foreseen = recording.moments[-1], estimate.moments[count - 1]
     last = ran.backward is foreseen.backward and ran.touched.keys() <= {*foreseen.touched, *foreseen.held}
-    return last and matches_estimate(PassRecording(recording.moments[:-1]), moments[: count - 1])
+    before = PassRecording(recording.moments[:-1]), PassRecording(estimate.moments[: count - 1])
+    return last and matches_estimate(*before)
 
 
 def _outline(moment: MomentRecord) -> tuple[bool, set[int], set[int], set[int]]:
-    """Return what a moment does, whatever its non-model bytes."""
+    """Return what a moment does, without its non-model bytes."""
     return moment.backward, {*moment.touched, *moment.held}, set(moment.held), set(moment.grads)

@@ -1,4 +1,4 @@
-"""Counts what an operator computes: products and attention by arithmetic, others by elements read and written."""
+"""Count what an operator computes: products and attention by arithmetic, others by elements read and written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records moments as they happen: which groups each one touched, which gradients came, non-model bytes.
+"""Record moments as they happen: the groups that each one touched, its gradients, its non-model bytes.
 
 [Note: moments]
 A moment begins when a call touches a group that the moment before did not read. It also begins when a gradient arrives
@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 
 from ps_core._trace import Amounts, Moment, Phase, Tensor, Trace
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._tracing.activation_log import ActivationLog, TracedActivations
 
 
 @dataclass(slots=True)
 class MomentRecord:
-    """One moment."""
+    """One moment of a recorded pass."""
 
     backward: bool
     reads: tuple[int, ...]
@@ -35,7 +36,7 @@ class MomentRecord:
     """Tensors whose gradients arrived."""
     nonmodel_bytes: int = 0
     work: Amounts | None = None
-    """Operations as a fake pass counted them; None: to be guessed."""
+    """Operations as a fake pass like this one counted them; None: to be guessed."""
 
 
 @dataclass(slots=True)
@@ -49,17 +50,31 @@ class PassRecording:
     """True if the pass was to have a backward pass."""
     overrun: bool = False
     """A moment took more of the compute tier than its plan had left for it."""
+    foreseen: bool = False
+    """True for a pass on fake tensors; False: it ran."""
+    activations: ActivationLog = field(default_factory=ActivationLog)
+    """What was offloaded."""
 
     @property
     def ends_backward(self) -> bool:
-        """True if the last moment so far is one of backward."""
+        """Return True if the last moment so far is one of backward."""
         return bool(self.moments) and self.moments[-1].backward
 
     @property
     def complete(self) -> bool:
-        """True if a plan can be made from the recording."""
+        """Return True if a plan can be made from the recording."""
         ended = bool(self.moments) and self.ends_backward is self.training
         return self.regular and ended and (not self.training or any(moment.grads for moment in self.moments))
+
+    @property
+    def peak_nonmodel_bytes(self) -> int:
+        """The most non-model bytes of any moment."""
+        return max((moment.nonmodel_bytes for moment in self.moments), default=0)
+
+    @property
+    def moved_activations(self) -> TracedActivations:
+        """The activations that a plan of this pass moves, by moment."""
+        return self.activations.in_trace([moment.backward for moment in self.moments])
 
     def trace(
         self, model: str, records: list[ParamState], groups: list[ParamGroup], constant_bytes: int, tokens: int
@@ -70,7 +85,8 @@ class PassRecording:
         )
         place = {record.index: number for number, record in enumerate(records)}
         moments: list[Moment] = []
-        for moment, guess in zip(self.moments, self._work(records, tokens), strict=True):
+        activations, makes, takes = self.moved_activations
+        for number, (moment, guess) in enumerate(zip(self.moments, self._work(records, tokens), strict=True)):
             amounts = moment.work or Amounts(guess)
             read = [place[index] for index in dict.fromkeys((*moment.touched, *moment.held)) if index in place]
             for group in moment.reads:
@@ -83,12 +99,14 @@ class PassRecording:
                     phase=Phase.BACKWARD if moment.backward else Phase.FORWARD,
                     reads=tuple(read),
                     grads=tuple(place[index] for index in moment.grads if index in place),
+                    makes=makes[number],
+                    takes=takes[number],
                     holds=tuple(place[index] for index in moment.held if place.get(index) in before),
                     nonmodel_bytes=moment.nonmodel_bytes + constant_bytes,
                     **amounts._asdict(),
                 )
             )
-        return Trace(model=model, tensors=tensors, moments=tuple(moments), tokens=tokens)
+        return Trace(model=model, tensors=tensors, moments=tuple(moments), activations=activations, tokens=tokens)
 
     def _work(self, records: list[ParamState], tokens: int) -> Iterator[float]:
         """Yield the operations of each moment: 2 a token and element in forward, 4 in backward, each counted once.

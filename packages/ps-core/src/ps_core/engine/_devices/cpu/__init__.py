@@ -1,1 +1,1 @@
-"""The device of "cpu" and "emulated", whose work the CPU does."""
+"""Run the "cpu" and "emulated" devices, where the CPU does all work."""

@@ -1,8 +1,8 @@
-"""The device of "cpu" and "emulated": the host thread does all work but the disk's, at once."""
+"""Implement the device of "cpu" and "emulated": the host thread does all work at once, except the disk's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from ps_kernels import PinnedArena
 
 @dataclass(frozen=True, slots=True)
 class CpuEvent:
-    """An event that is always over."""
+    """An event that is always complete."""
 
     queue: Queue
 
@@ -29,8 +29,13 @@ class CpuEvent:
         """Return at once."""
 
 
+def private_memory(size_bytes: int) -> torch.Tensor:
+    """Return memory of this process alone, as bytes."""
+    return PinnedArena(size_bytes, pin=False).tensor(0, size_bytes, torch.uint8)
+
+
 class CpuDevice:
-    """A `Device` whose tier 0 is host memory. A copy is done when it was launched, and events cost nothing."""
+    """A `Device` whose tier 0 is host memory. Copies are done when they are launched, and events cost nothing."""
 
     def __init__(self, *, name: str = "emulated") -> None:
         self.name = name
@@ -41,6 +46,7 @@ class CpuDevice:
         """Until there is a disk."""
         self._events = [CpuEvent(queue) for queue in Queue]
         self._disk = DiskQueues()
+        self._allocate: Callable[[int], torch.Tensor] = private_memory
 
     @property
     def worker(self) -> Worker | None:
@@ -48,7 +54,7 @@ class CpuDevice:
         return None
 
     def timer(self) -> HostTimer:
-        """Return what notes times on this device's queues."""
+        """Return a timer for this device's queues."""
         return HostTimer(self._disk, self.worker)
 
     def nonmodel_bytes(self) -> TensorBytesTracker:
@@ -70,10 +76,23 @@ class CpuDevice:
         """Allocate host memory."""
         return self._memory("host", size_bytes)
 
+    def prepare_host(self, sizes: Iterable[int]) -> None:
+        """Do nothing: each block is memory of its own."""
+
+    def trim_host(self) -> None:
+        """Do nothing: no memory is kept."""
+
+    def use_memory(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        """Take all memory from ``allocate`` from now on; while that raises `MemoryError`, from the system."""
+        self._allocate = allocate
+
     def _memory(self, kind: str, size_bytes: int) -> torch.Tensor:
         if size_bytes < 1:
             raise InvalidInput(f"{kind}: expected a size of at least 1 byte, found {size_bytes!r}")
-        return PinnedArena(size_bytes, pin=False).tensor(0, size_bytes, torch.uint8)
+        try:
+            return self._allocate(size_bytes)
+        except MemoryError:
+            return private_memory(size_bytes)
 
     def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy bytes, at once."""

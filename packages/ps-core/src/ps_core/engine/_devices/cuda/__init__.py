@@ -1,1 +1,1 @@
-"""CUDA behind one small seam."""
+"""Run the engine on CUDA devices, through one small interface."""

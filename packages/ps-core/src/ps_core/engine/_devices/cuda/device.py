@@ -1,27 +1,27 @@
-"""A CUDA device as the engine sees it.
+"""Implement `Device` for CUDA: memory, streams and events.
 
 [Note: CUDA streams]
-The compute queue is whatever stream PyTorch works on when the engine is called, which may change: the new one is then
-made to wait for the old one. Copies up and down have a stream each, made once. The host thread knows of their work only
-after it has waited for an event. Events are used again when no reference to them is left: a stream that waits for an
-event remembers its recording.
+The compute queue is the stream that PyTorch works on when the engine is called. That stream may change: then the new
+one is made to wait for the old one. Copies in each direction have a stream of their own, made once. The host thread
+knows of their work only after it has waited for an event. An event is reused when no reference to it is left: waiting
+streams remember its recording.
 
-The stream of collectives belongs to another thread than all else (see [Note: two threads] in `_sharding.streams`). So
-nothing is remembered of it here between two calls; what both threads use (events that wait to be used again, what is
-known of memory) changes in steps that no other thread can come between.
+The stream of collectives belongs to a thread of its own (see [Note: two threads] in `_sharding.streams`). So nothing is
+remembered of that stream between two calls. Both threads use the unused events and the figures about memory. These
+change only in steps that no other thread can interrupt.
 
 [Note: memory on a CUDA device]
-The arena is one allocation, as long as non-model bytes leave room for at their peak; it is made when that is known, and
-made anew only when a plan wants it longer or shorter. A slot beyond it (before there is a plan, kept in fp32, or in a
-step, when there are few non-model bytes) is an allocation of its own. Both come from PyTorch's allocator, so that it
-can give what it keeps in reserve to either. Its blocks belong to the stream that was current when they were made, so
-the copy streams wait for that one before they use one, and are noted as its users: when it is freed it is not handed
-out before they are done.
+The arena is one allocation. It takes all bytes that the peak of non-model bytes leaves free. It is made once that peak
+is known, and made anew only when a plan wants another length. A slot that does not fit into it is an allocation of its
+own. Such are slots reserved before there is a plan, and those kept in fp32. So are slots of a step, when there are few
+non-model bytes. All these allocations come from PyTorch's allocator, so that it can use its cached memory for either. A
+block belongs to the stream that was current when the block was made. So the copy streams wait for that stream before
+they use a block, and are recorded as its users. A freed block is not reused before they are done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -29,8 +29,9 @@ import torch
 from ps_core._errors import InvalidInput
 from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine, default_machine
-from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker, EngineAllocations, PinnedBlockCache
+from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker, EngineAllocations
 from ps_core.engine._devices.cuda.out_of_memory import OutOfMemoryObserver
+from ps_core.engine._devices.cuda.pinned_pool import PinnedPool
 from ps_core.engine._devices.cuda.runtime import CudaRuntime, RawEvent, Stream, torch_runtime
 from ps_core.engine._devices.cuda.timer import CudaTimer
 from ps_core.engine._devices.device import Event, Worker
@@ -40,7 +41,7 @@ from ps_core.engine._devices.host_worker import HostWorker, WorkDone
 
 
 class CudaEvent:
-    """A recording, and the event that it is made with."""
+    """One recording of a CUDA event, and the event itself."""
 
     __slots__ = ("_pool", "_queue", "raw")
 
@@ -51,11 +52,11 @@ class CudaEvent:
 
     @property
     def queue(self) -> Queue:
-        """The queue it was recorded on."""
+        """Return the queue that the event was recorded on."""
         return self._queue
 
     def block(self) -> None:
-        """Wait until it is over."""
+        """Wait until the event is over."""
         if self.raw is not None:
             self.raw.synchronize()
 
@@ -82,7 +83,7 @@ class CudaDevice:
         self._pool: list[RawEvent] = []
         self._timing_events: list[RawEvent] = []
         self._owned = EngineAllocations.of(runtime)
-        self._host = PinnedBlockCache(runtime, self._after_copies, pin=pin)
+        self._host = PinnedPool(runtime, self._after_copies, pin=pin)
         self._disk = DiskQueues()
         self._failures = runtime.allocated().failures
         self._missing_bytes = [0]
@@ -90,22 +91,22 @@ class CudaDevice:
 
     @property
     def worker(self) -> Worker:
-        """The thread that steps beside what the device computes."""
+        """Return the thread that steps while the device computes."""
         return self._worker
 
     def timer(self) -> CudaTimer:
-        """Return what notes times on this device's queues."""
+        """Return a timer for this device's queues."""
         return CudaTimer(self._runtime, self._stream, self._timing_events, self._disk, self._worker)
 
     # Memory.
 
     def nonmodel_bytes(self) -> AllocatorBytesTracker:
-        """Make a counter by PyTorch's allocator."""
+        """Return a counter that reads PyTorch's allocator."""
         return AllocatorBytesTracker(self._runtime, self._owned)
 
     @property
     def machine(self) -> Machine:
-        """The built-in machine that is most like this one."""
+        """Return the built-in machine that is most like this one."""
         return default_machine(self._runtime.free_bytes()[1], self._runtime.name)
 
     def memory_bytes(self) -> tuple[int, int]:
@@ -113,7 +114,7 @@ class CudaDevice:
         return self._runtime.free_bytes()
 
     def arena(self, size_bytes: int) -> torch.Tensor:
-        """Memory of the device."""
+        """Allocate device memory."""
         before = self._runtime.allocated().now
         memory = self._runtime.empty(size_bytes)
         taken = max(size_bytes, self._runtime.allocated().now - before)
@@ -125,8 +126,16 @@ class CudaDevice:
         return memory
 
     def host(self, size_bytes: int) -> torch.Tensor:
-        """Host memory, pinned if that was not refused."""
+        """Allocate host memory, pinned unless pinning was refused."""
         return self._host.allocate(size_bytes)
+
+    def prepare_host(self, sizes: Iterable[int]) -> None:
+        """Register and pin memory for all of these blocks at once."""
+        self._host.prepare(sizes)
+
+    def trim_host(self) -> None:
+        """Unpin what no block lies in; that waits for the whole device."""
+        self._host.trim()
 
     def take_failed_bytes(self) -> int:
         """Return how many bytes could not be allocated since the last call; at least 1 if memory ran out."""
@@ -145,11 +154,11 @@ class CudaDevice:
         self._disk.attach(file)
 
     def read(self, target: torch.Tensor, place: FileExtent, start: int, lost: Callable[[], None]) -> None:
-        """Launch a read."""
+        """Launch a read from the disk tier."""
         self._disk.streams.read(target, place, start, lost)
 
     def write(self, place: FileExtent, start: int, source: torch.Tensor) -> None:
-        """Launch a write."""
+        """Launch a write to the disk tier."""
         self._disk.streams.write(place, start, source)
 
     def trim(self, memory: torch.Tensor) -> None:
@@ -178,7 +187,7 @@ class CudaDevice:
             self._disk.await_host_work(queue)
 
     def bind_thread(self) -> None:
-        """Make this device the calling thread's own; it would use the first one."""
+        """Make this device current for the calling thread, which would use the first device otherwise."""
         self._runtime.bind_thread()
 
     def on(self, queue: Queue) -> AbstractContextManager[object]:

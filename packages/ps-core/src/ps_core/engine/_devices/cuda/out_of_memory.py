@@ -1,4 +1,4 @@
-"""Memory that runs out on a CUDA device."""
+"""Observe allocations that fail on a CUDA device, and raise an error that names the engine."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ps_core.engine._devices.device import Device
 
 
 class CudaOutOfMemory(DeviceOutOfMemory, torch.OutOfMemoryError):
-    """Memory ran out on a device that an engine uses; also an instance of PyTorch's own error."""
+    """Say that memory ran out on a device that an engine uses; also an instance of PyTorch's own error."""
 
 
 class OutOfMemoryObserver:
-    """Hears of memory that ran out, for as long as the device lives; the allocator never lets go of it."""
+    """Observe failed allocations for as long as the device lives: the allocator never drops an observer."""
 
     def __init__(self, device: Device, owned: EngineAllocations, missing_bytes: list[int]) -> None:
-        """``missing_bytes``: one figure, the most that was asked for in vain."""
+        """Store what the observer compares with; ``missing_bytes``: one figure, the largest request that failed."""
         self._index = device.torch_device.index
         self._owned, self._missing_bytes = owned, missing_bytes
         self._name = str(device.torch_device)
         self._device = weakref.ref(device)
 
     def __call__(self, index: int, wanted_bytes: int, allowed_bytes: int, free_bytes: int) -> None:
-        """Raise in the allocation's place."""
+        """Raise the engine's error in place of the allocator's."""
         if index != self._index or self._device() is None:
             return
         self._missing_bytes[0] = max(self._missing_bytes[0], wanted_bytes)

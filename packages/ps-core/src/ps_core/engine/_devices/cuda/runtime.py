@@ -1,4 +1,4 @@
-"""The little of ``torch.cuda`` that the engine uses, in one place, so that tests can put another in its stead."""
+"""Gather what the engine uses of ``torch.cuda`` behind one protocol, which tests can replace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ps_kernels import PinnedArena
 
 
 class Stream(Protocol):
-    """A stream. Two of them are equal if what is launched on them runs in one order."""
+    """A stream. Two streams are equal if their work runs in one order."""
 
     def wait_event(self, event: Any) -> None:
         """Make all work launched on this stream from now on wait for the event (any: the runtime's own class)."""
@@ -24,14 +24,14 @@ class RawEvent(Protocol):
     """An event that can be recorded again and again."""
 
     def record(self, stream: Any) -> None:
-        """Stand behind what was launched on a stream so far."""
+        """Record the event behind everything launched on a stream so far."""
 
     def synchronize(self) -> None:
-        """Block until that is done."""
+        """Block until everything before the event is done."""
 
 
 class Allocated(NamedTuple):
-    """Bytes of PyTorch's allocator in use."""
+    """Bytes that PyTorch's allocator has in use."""
 
     now: int
     peak: int
@@ -46,14 +46,14 @@ allocation."""
 
 
 class CudaRuntime(Protocol):
-    """One device."""
+    """The calls that the engine makes to one device."""
 
     torch_device: torch.device
     """With its index."""
 
     @property
     def name(self) -> str:
-        """The device's name."""
+        """Return the device's name."""
 
     def stream(self) -> Stream:
         """Return a new stream."""
@@ -72,7 +72,7 @@ class CudaRuntime(Protocol):
 
     @property
     def now_s(self) -> float:
-        """The host's clock, in seconds."""
+        """Return the host's clock, in seconds."""
 
     def timing_event(self) -> RawEvent:
         """Return a new event that also notes when it is reached."""
@@ -84,10 +84,10 @@ class CudaRuntime(Protocol):
         """Wait for everything on the device."""
 
     def empty(self, size_bytes: int) -> torch.Tensor:
-        """Device memory of PyTorch's allocator, in the order of the current stream."""
+        """Allocate device memory from PyTorch's allocator, in the order of the current stream."""
 
     def host(self, size_bytes: int, *, pin: bool) -> PinnedArena:
-        """Host memory."""
+        """Allocate host memory."""
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Launch a copy on a stream; the host thread does not wait if its memory is pinned."""
@@ -105,21 +105,21 @@ class CudaRuntime(Protocol):
         """Return the bytes that could be allocated now, and those of the whole device."""
 
     def release_cached(self) -> None:
-        """Give what the allocator keeps in reserve back to the device."""
+        """Return the allocator's cached memory to the device."""
 
     def watch_failures(self, told: Failure) -> None:
         """Call ``told`` whenever device memory runs out, for as long as the process lives."""
 
 
 class TorchRuntime:
-    """PyTorch's own."""
+    """Implement `CudaRuntime` with PyTorch."""
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
 
     @property
     def name(self) -> str:
-        """Such as NVIDIA H100 80GB HBM3."""
+        """Return the device's name, such as NVIDIA H100 80GB HBM3."""
         return torch.cuda.get_device_name(self.torch_device)
 
     def stream(self) -> Stream:
@@ -145,7 +145,7 @@ class TorchRuntime:
 
     @property
     def now_s(self) -> float:
-        """The host's clock, in seconds."""
+        """Return the host's clock, in seconds."""
         return time.perf_counter()
 
     def timing_event(self) -> RawEvent:
@@ -162,11 +162,11 @@ class TorchRuntime:
         torch.cuda.synchronize(self.torch_device)
 
     def empty(self, size_bytes: int) -> torch.Tensor:
-        """Device memory."""
+        """Allocate device memory."""
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def host(self, size_bytes: int, *, pin: bool) -> PinnedArena:
-        """Host memory, near the device if it is pinned."""
+        """Allocate host memory, near the device if it is pinned."""
         with torch.cuda.device(self.torch_device):
             return PinnedArena(size_bytes, pin=pin)
 
@@ -176,7 +176,7 @@ class TorchRuntime:
             target.copy_(source, non_blocking=True)
 
     def used_by(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Memory that is not the allocator's it leaves alone."""
+        """Record the stream as a user of the tensor's memory; do nothing for memory that is not the allocator's."""
         if tensor.is_cuda:
             tensor.record_stream(stream)
 
@@ -199,7 +199,7 @@ class TorchRuntime:
         return free + kept, whole
 
     def release_cached(self) -> None:
-        """Give what is kept in reserve back."""
+        """Return the allocator's cached memory to the device."""
         torch.cuda.empty_cache()
 
     def watch_failures(self, told: Failure) -> None:
@@ -211,5 +211,5 @@ class TorchRuntime:
 
 @cache
 def torch_runtime(index: int) -> TorchRuntime:
-    """Return the one of a device, which all models there share."""
+    """Return the runtime of a device, which all models there share."""
     return TorchRuntime(index)

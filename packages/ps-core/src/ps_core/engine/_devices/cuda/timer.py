@@ -1,4 +1,4 @@
-"""Note times on CUDA streams, by events that are read once everything is over."""
+"""Note times on CUDA streams, with events that are read once all work is done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ps_core.engine._devices.timer import HostTimer
 
 
 class CudaTimer(HostTimer):
-    """Notes times on streams too. Nothing waits for an event before `finish`."""
+    """Note times on streams and threads. Nothing waits for an event before `finish`."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class CudaTimer(HostTimer):
         disk: DiskQueues,
         worker: Worker,
     ) -> None:
-        """``pool``: timing events to use again; those that are made are added in the end."""
+        """Make a timer; ``pool``: timing events to use again, to which the new ones are added in the end."""
         super().__init__(disk, worker)
         self._runtime, self._stream, self._pool = runtime, stream, pool
         self._used: list[RawEvent] = []
@@ -40,7 +40,7 @@ class CudaTimer(HostTimer):
         return partial(self._seconds.__getitem__, id(event))
 
     def finish(self) -> None:
-        """Read every event against one that is recorded now, and whose time by the host's clock is known."""
+        """Read every event against one that is recorded now, whose time on the host's clock is known."""
         self.mark(Queue.COMPUTE)
         last = self._used[-1]
         last.synchronize()

@@ -1,1 +1,1 @@
-"""The disk tier's file, and the threads that read and write it."""
+"""Store the disk tier in a file, which threads of its own read and write."""

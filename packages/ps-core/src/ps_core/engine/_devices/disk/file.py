@@ -1,20 +1,20 @@
-"""The file behind the disk tier: where slots lie in it, and reads and writes at positions.
+"""Read and write the file behind the disk tier, and choose where slots lie in it.
 
 [Note: blocks]
-With O_DIRECT the page cache is no hidden tier, but positions, sizes and addresses must be multiples of a block. A slot
-begins on a block and owns whole blocks. What is not aligned in memory goes through a buffer that is, one for each
-thread; a write that ends within a block of a slot first reads the rest of that block. Slots may be scattered: a slot
-is a row of ranges, so that room that is there can always be used.
+O_DIRECT bypasses the page cache. Then positions, sizes and addresses must be multiples of a block. A slot begins on a
+block and owns whole blocks. What is not aligned in memory goes through an aligned buffer, one for each thread. A write
+that ends within a block of a slot first reads the rest of that block. A slot may consist of several ranges, so every
+free block of the file can be used.
 
-The file has no name from the moment it is open, so nothing is left behind whatever becomes of the process. Its blocks
-are allocated before they are used: a full disk shows when a slot is reserved, not when it is written.
+The file has no name from the moment it is open, so nothing is left behind however the process ends. Its blocks are
+allocated before use: a full disk shows when a slot is reserved, not when it is written.
 
 [Note: a file cut short]
 Anyone with the right to may truncate the file, by way of ``/proc``. A later write behind the cut makes the file longer
 again, with a hole that reads as zeros. So the file ends with a guard, which is allocated and never written. After a cut
-no write brings the file back to its full size, and every read and write looks at that size when it is done. A
-cut after which the file is made as long again takes the guard's blocks away: where the file system counts blocks, their
-number is looked at too. (It counts its own blocks with them, so a small hole within the file may go unnoticed.)
+no write brings the file back to its full size. Every read and write looks at that size when it is done. A file that was
+cut and then lengthened has lost the guard's blocks. Where the file system counts blocks, their number is looked at too.
+(The file system counts its own blocks with them, so a small hole within the file may go unnoticed.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 BLOCK_BYTES = 4096
 _GUARD_BYTES = 2**20
-"""More than what a file system adds to the count for tables of its own: 4 KiB for some 340 fragments in ext4."""
+"""More than a file system adds to the count for its own tables. In ext4 that is 4 KiB for some 340 fragments."""
 _PIECE_BYTES = 2**21
 """Bytes that one system call reads or writes; the buffers are as large."""
 
@@ -60,7 +60,7 @@ def blocks(size: int) -> int:
 
 
 class IoRequest(NamedTuple):
-    """One call of the system: so many bytes at a place of the file, from or to an address."""
+    """One system call: its position in the file, its size, and the address in memory."""
 
     offset: int
     address: int
@@ -70,7 +70,7 @@ class IoRequest(NamedTuple):
 
 
 class DiskFile:
-    """A file of slots. Its methods may be called on any thread, but `reserve` and `free`."""
+    """A file of slots. Any thread may call its methods, except `reserve` and `free`."""
 
     @defer_interrupts_installing
     def __init__(self, directory: str) -> None:
@@ -93,7 +93,7 @@ class DiskFile:
     # Room.
 
     def prepare(self, size: int) -> None:
-        """Allocate so much more at once."""
+        """Allocate this many bytes more at once."""
         if size < 1:
             return
         self.check_process()
@@ -109,7 +109,7 @@ class DiskFile:
         self._give((start, more))
 
     def reserve(self, size: int) -> FileExtent:
-        """Return room for a slot, in one range of the file if possible."""
+        """Reserve space for a slot, in one range of the file if possible."""
         missing = blocks(size)
         self.prepare(missing - sum(free for _, free in self._free))
         whole = next((each for each in self._free if each[1] >= missing), None)
@@ -126,7 +126,7 @@ class DiskFile:
         return FileExtent(tuple(ranges), size)
 
     def free(self, place: FileExtent) -> None:
-        """Take a slot's room back."""
+        """Return a slot's space to the file."""
         for each in place.ranges:
             self._give(each)
 
@@ -163,7 +163,7 @@ class DiskFile:
             self.write_piece(piece)
 
     def broke(self, error: Exception) -> None:
-        """Note that something else went wrong than reading and writing."""
+        """Note an error other than one of reading and writing."""
         self._failed(error if isinstance(error, TierFailure) else self._described(f"{type(error).__name__}: {error}"))
 
     def rescue(self, place: FileExtent, start: int, source: torch.Tensor) -> None:
@@ -190,7 +190,7 @@ class DiskFile:
         ctypes.memmove(piece.address, buffer + piece.offset - first, piece.bytes)
 
     def write_piece(self, piece: IoRequest) -> None:
-        """Write one piece, leaving alone what else is in its blocks."""
+        """Write one piece, and keep the other bytes of its blocks."""
         if self._straight(piece):
             self._all(os.pwritev, "write", piece.offset, piece.address, piece.bytes)
             return
@@ -214,7 +214,7 @@ class DiskFile:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._buffers.memory))
 
     def _all(self, call: Call, what: str, offset: int, address: int, size: int) -> None:
-        """Call until every byte has gone."""
+        """Repeat a system call until every byte is transferred."""
         done = 0
         while done < size:
             memory = (ctypes.c_char * (size - done)).from_address(address + done)
@@ -253,7 +253,7 @@ class DiskFile:
 
     @property
     def forked(self) -> bool:
-        """True in a forked copy of the process that opened the file: its threads stayed there."""
+        """Return True in a forked copy of the process that opened the file: its threads stayed there."""
         return os.getpid() != self._process
 
     def check_process(self) -> None:
@@ -339,7 +339,7 @@ def _blocks(piece: IoRequest) -> tuple[int, int]:
 
 
 def _overlay(piece: IoRequest, offset: int, memory: torch.Tensor) -> None:
-    """Put bytes that belong at a position of the file into what was read there."""
+    """Copy a request's bytes over what was read from their position of the file."""
     first, end = max(piece.offset, offset), min(piece.offset + piece.bytes, offset + memory.numel())
     if first < end:
         ctypes.memmove(piece.address + first - piece.offset, memory.data_ptr() + first - offset, end - first)

@@ -1,10 +1,10 @@
-"""The disk tier's two streams: reads and writes in order, on threads of their own.
+"""Run the disk tier's two streams: reads and writes in order, on threads of their own.
 
 [Note: when the disk fails]
 The first failure ends both streams: what was launched behind it is dropped. A dropped read fills nothing; its callback
 ``lost`` is called. A dropped write leaves its source alone. Nothing else has written there: other writes would have
-waited for this one and met the failure. So its bytes are kept in memory, and later reads find them there. All this is
-done by the host thread, the first time it asks for anything after the failure.
+waited for this one and met the failure. So its bytes are kept in memory, and later reads find them there. The host
+thread does all this when it first asks for something after the failure.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 DISK_QUEUES = (Queue.DISK_R, Queue.DISK_W)
 _WORKERS = 4
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _NOWHERE = FileExtent((), 0)
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """One read or write; of nothing, where only its waits matter."""
+    """One read or write, or only its waits."""
 
     queue: Queue
     place: FileExtent
@@ -44,7 +44,7 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True)
 class DiskEvent:
-    """Everything launched on one of the two queues so far."""
+    """A mark behind everything launched on one of the two queues so far."""
 
     queue: Queue
     job: _Transfer | None
@@ -52,11 +52,11 @@ class DiskEvent:
 
     @property
     def done(self) -> bool:
-        """True if the transfer is over."""
+        """Return True if the transfer is over."""
         return self.job is None or self.job.done.is_set()
 
     def block(self) -> None:
-        """Wait until it is over; `TierFailure` if it went wrong."""
+        """Wait until the transfer is over; raise `TierFailure` if it failed."""
         if self.job is not None:
             self.job.done.wait()
             if not self.job.worked:
@@ -73,7 +73,7 @@ class _IoTask:
 
 
 class DiskStreams:
-    """Reads and writes of one file. Called by the host thread only."""
+    """Read and write one file in two streams. Called by the host thread only."""
 
     @defer_interrupts_installing
     def __init__(self, file: DiskFile) -> None:
@@ -96,7 +96,7 @@ class DiskStreams:
         self._stop = weakref.finalize(self, _stop, list(self._jobs.values()))
 
     def read(self, target: torch.Tensor, place: FileExtent, start: int, lost: Callable[[], None]) -> None:
-        """Launch a read; ``lost`` is called if it turns out that it never comes."""
+        """Launch a read; ``lost`` is called if it fails."""
         self._launch(Queue.DISK_R, place, start, target, lost)
 
     def write(self, place: FileExtent, start: int, source: torch.Tensor) -> None:
@@ -142,14 +142,14 @@ class DiskStreams:
         self._waits[queue].append(block)
 
     def synchronize(self) -> None:
-        """Block until both are idle, whether they failed or not."""
+        """Block until both streams are idle, whether they failed or not."""
         for job in list(self._pending):
             job.done.wait()
         if self._file.failure is not None:
             self._recover()
 
     def close(self) -> None:
-        """Finish, and end the threads; twice does nothing."""
+        """Finish all transfers, and end the threads; a second call does nothing."""
         self.synchronize()
         self._stop()
         for thread in self._threads:
@@ -161,7 +161,7 @@ class DiskStreams:
         raise self._file.failure
 
     def _recover(self) -> None:
-        """See [Note: when the disk fails]."""
+        """Clean up after a failure; see [Note: when the disk fails]."""
         pending, self._pending = self._pending, deque()
         self._last, self._told = dict.fromkeys(DISK_QUEUES), True  # the failure is raised once
         self._waits = {queue: [] for queue in DISK_QUEUES}
@@ -177,7 +177,7 @@ class DiskStreams:
 
 
 class DiskQueues:
-    """A device's two queues of the disk tier, once it has one; its other queues are the device's own business."""
+    """Serve a device's two disk queues, once it has a disk tier; the device serves its other queues itself."""
 
     def __init__(self) -> None:
         self._attached: tuple[DiskFile, DiskStreams] | None = None
@@ -188,7 +188,7 @@ class DiskQueues:
 
     @property
     def streams(self) -> DiskStreams:
-        """The threads that read and write."""
+        """Return the threads that read and write."""
         assert self._attached is not None, "a disk tier is attached before it is used"
         return self._attached[1]
 
@@ -197,12 +197,12 @@ class DiskQueues:
         return self._attached is not None and queue in DISK_QUEUES
 
     def await_host_work(self, queue: Queue) -> None:
-        """Block until a queue of these two is idle: the host thread does the work that comes next on it."""
+        """Block until one of these two queues is idle, since the host thread does its next work itself."""
         if self.serve(queue):
             self.streams.record(queue).block()
 
     def wait(self, queue: Queue, event: DiskEvent) -> None:
-        """Make all work launched on a queue from now on wait for the event; block if no thread can wait for it."""
+        """Make all later work on a queue wait for the event; block if no thread can wait for it."""
         if queue in DISK_QUEUES:
             self.streams.wait(queue, event)
         else:
@@ -214,7 +214,7 @@ class DiskQueues:
             self.streams.synchronize()
 
     def close(self) -> None:
-        """End the threads and let go of the file; twice does nothing."""
+        """End the threads and release the file; a second call does nothing."""
         attached, self._attached = self._attached, None
         if attached is not None:
             file, streams = attached

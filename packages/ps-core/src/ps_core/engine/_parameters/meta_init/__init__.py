@@ -1,1 +1,1 @@
-"""Initial values of a model that was built on ``meta``."""
+"""Compute initial values of a model that was built on ``meta``."""

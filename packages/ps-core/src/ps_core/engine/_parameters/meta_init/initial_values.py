@@ -1,4 +1,4 @@
-"""A model built without memory (on device ``meta``) gets its values, one parameter at a time."""
+"""Give a model that was built on device ``meta`` its values, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._parameters.meta_init.notes import ViewSpec
 from ps_core.engine._parameters.meta_init.rebuild import ConstructorRecorder, tensors_of
+from ps_core.engine._parameters.meta_init.tape_entries import ViewSpec
 
 
 def initial_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
@@ -38,7 +38,7 @@ def initial_values(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor
 
 
 class _Values:
-    """Gives out what a rehearsal found."""
+    """Compute the recorded initial values."""
 
     def __init__(self, rehearsal: ConstructorRecorder) -> None:
         self._sources = rehearsal.sources
@@ -48,12 +48,14 @@ class _Values:
         self._filled: dict[int, Tensor] = {}
 
     def initial_value(self, tensor: Tensor) -> Tensor:
-        """Return the value of a tensor without memory; it can be had once."""
+        """Return the value of a tensor without memory; call this once for each tensor."""
         source = self._sources[id(tensor)]
         return self._replay.value(source) if isinstance(source, ViewSpec) else source.detach().clone()
 
     def fill(self, tensors: dict[str, Any]) -> None:
-        """Replace the tensors without memory, the same by the same. (Not parameters, whose objects others hold.)"""
+        """Replace tensors without memory, and the same tensor by the same one. (Not parameters: other objects refer to
+        those.)
+        """
         for name, tensor in list(tensors.items()):
             if isinstance(tensor, Tensor) and tensor.is_meta and not isinstance(tensor, nn.Parameter):
                 if id(tensor) not in self._filled:
@@ -61,12 +63,12 @@ class _Values:
                 tensors[name] = self._filled[id(tensor)]
 
     def finish(self) -> None:
-        """Make the draws that are left."""
+        """Draw the random numbers that are left."""
         self._replay.finish()
 
 
 def _make_real(name: str, parameter: nn.Parameter, value: Tensor, module: nn.Module) -> None:
-    """Put the value into the very object that the model, and perhaps others, hold."""
+    """Put the value into the parameter object itself, since the model and other code refer to it."""
     real = torch.Tensor._make_subclass(type(parameter), value, parameter.requires_grad)
     vars(real).update(vars(parameter))
     # Hooks belong to what is swapped away.
@@ -83,7 +85,7 @@ def _make_real(name: str, parameter: nn.Parameter, value: Tensor, module: nn.Mod
 
 @contextmanager
 def _unreferenced(module: Any) -> Iterator[None]:
-    """Without the weak references of recurrent modules to their parameters: those forbid swapping."""
+    """Remove the weak references of recurrent modules to their parameters in this context: those forbid swapping."""
     if not isinstance(module, nn.RNNBase):
         yield
         return

@@ -1,4 +1,4 @@
-"""Carrying out what is on a tape, tensor by tensor, with the random numbers of doing all in order.
+"""Carry out what is on a tape, tensor by tensor, with the random numbers that the original order gives.
 
 See [Note: the tape] in `tape`.
 """
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ps_core.engine._parameters.meta_init.notes import TapedCall, TapedCalls, ViewSpec
+from ps_core.engine._parameters.meta_init.tape_entries import TapedCall, TapedCalls, ViewSpec
 
 
 class TapePlayer:
-    """Makes tensors from the notes of a tape."""
+    """Compute tensors from the calls on a tape."""
 
     def __init__(self, tape: TapedCalls) -> None:
         self.position = 0
@@ -47,11 +47,11 @@ class TapePlayer:
         return place.on(self._memory(place, memories))
 
     def rewind(self, position: int) -> None:
-        """Go back to an earlier ``position``: what was recorded since then is undone."""
+        """Go back to an earlier ``position``: undo what was recorded since then."""
         self.position = position
 
     def finish(self) -> None:
-        """Leave the generators as they would be had everything been done in order."""
+        """Set the generators to their state after all recorded draws in order."""
         self._pass_over(len(self._tape.notes))
 
     def _draw_in_turn(self, index: int, note: TapedCall, memories: dict[int, torch.UntypedStorage]) -> None:

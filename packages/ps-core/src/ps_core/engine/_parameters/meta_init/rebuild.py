@@ -1,19 +1,19 @@
 """Infer from a model how its constructors would have filled its tensors, and record that on a tape.
 
 [Note: the plain run]
-A model built without memory gets the numbers that building it on the CPU would have given. It begins with the same
-state of the generator, and leaves the generator in the same state. What building does is not written in a model, so it
-is inferred:
+A model built without memory gets the numbers of one built on the CPU. Initialisation begins with the same state of the
+generator, and leaves the generator in the same state. A model does not say how it was built, so that is inferred:
 
-1. A Hugging Face model is built again from its ``config``, on the tape. A model that was changed since, or built with
-   further arguments, may have other names, shapes or types. Then it is initialised as in 2, and after that by its
-   ``_init_weights``: the same distributions, other numbers. A warning says so.
+1. A Hugging Face model is built again from its ``config``, on the tape. The result may have other names, shapes or
+   types, if the model was changed since, or built with further arguments. Then it is initialised as in 2, and after
+   that by its ``_init_weights``: the same distributions, other numbers. A warning says so.
 2. Any other module, as PyTorch's own are built: its children in order of registration, then its own
    ``reset_parameters`` (``_reset_parameters``, ``initialise``). What else a constructor did cannot be known. A tensor
    that nothing initialises raises. What a constructor changed in its children after they were built is not repeated.
    PyTorch counts changes in place, so it shows where there were more of them: a warning names the parameters.
 
-A tensor that several modules share has the values that the first of them gives it. What is real stays as it is.
+A tensor that several modules share gets the values that the first of them gives it. Tensors with memory stay as they
+are.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._parameters.meta_init.notes import ViewSpec, place_of
 from ps_core.engine._parameters.meta_init.tape import Tape
+from ps_core.engine._parameters.meta_init.tape_entries import ViewSpec, place_of
 
 INITIALISERS = ("reset_parameters", "_reset_parameters", "initialise")
 HUGGING_FACE = ("config", "initialize_weights", "_init_weights")
@@ -44,7 +44,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class ConstructorRecorder:
-    """Walks a model once; see [Note: the plain run]."""
+    """Record the initialisation of one model; see [Note: the plain run]."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tape = Tape()
@@ -69,7 +69,9 @@ class ConstructorRecorder:
         self._warn_of_changes(model, before)
 
     def _warn_of_changes(self, model: nn.Module, before: dict[int, int]) -> None:
-        """PyTorch counts changes in place: more in building than in the walk are a constructor's own."""
+        """Warn of parameters that their constructor changed more often, by PyTorch's version counters, than the record
+        does.
+        """
         names = [
             name
             for name, parameter in model.named_parameters()
@@ -115,7 +117,9 @@ class ConstructorRecorder:
             self._run(module, lambda: self._init_weights(module, module), set())
 
     def _visit_copies(self, name: str, layers: Any) -> None:
-        """Layers whose constructor copied the first one; they draw nothing."""
+        """Record layers that are copies of the first one, as their constructor made them; copies draw no random
+        numbers.
+        """
         first = layers[0]
         self._visit(_join(name, "0"), first)
         for layer in layers[1:]:
@@ -145,7 +149,9 @@ class ConstructorRecorder:
     # ---- Hugging Face ----
 
     def _build_again(self, name: str, module: nn.Module) -> bool:
-        """Build the model from its config; True if that gave this model, and all its tensors have sources then."""
+        """Build the model again from its config; return True if this gave the same model, whose tensors all have
+        sources.
+        """
         dtype = next((each.dtype for each in module.parameters() if each.dtype in DTYPES), torch.float32)
         with self.tape.attempt() as undo:
             try:
@@ -169,7 +175,7 @@ class ConstructorRecorder:
         return False
 
     def _adopt(self, module: nn.Module, twin: nn.Module) -> str | None:
-        """Take the twin's tensors for sources; or say what differs."""
+        """Use the tensors of the model that was built again as sources; or return what differs."""
         ours, theirs = dict(tensors_of(module)), dict(tensors_of(twin))
         if ours.keys() != theirs.keys():
             return f"{sorted(ours.keys() ^ theirs.keys())[0]} is in one of them"
@@ -213,7 +219,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _spared(module: nn.Module, shared: set[int]) -> Iterator[None]:
-    """While this holds, nothing is written to what is real, nor to the module's own parameters that are shared."""
+    """Write nothing, in this context, to tensors with memory or to the module's own parameters that are shared."""
     changed: list[tuple[dict[str, Any], str, Tensor]] = []
     for part in module.modules():
         holders: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)

@@ -1,16 +1,15 @@
-"""Initialisation written down without carrying it out, and carried out later, tensor by tensor, with the same numbers.
+"""Record initialisation without carrying it out, and carry it out later, tensor by tensor, with the same numbers.
 
 [Note: the tape]
 Initialisers are Python code that fills tensors in place, some of them more than once. Under a `Tape` that code runs on
-tensors without memory: on device ``meta``, though it is told ``cpu``. Every operation that would write memory is noted
-instead. The notes name memory, not tensors: a view or an ``nn.Parameter`` made of a tensor needs no note. What is
-small, not random and not written to by a noted operation is computed at once.
+tensors without memory: on device ``meta``, though it is told ``cpu``. Every operation that would write memory is
+recorded instead. The records name memory, not tensors: a view or an ``nn.Parameter`` made of a tensor needs no record.
+A small operation that draws no random numbers, and whose tensors no recorded operation wrote, is computed at once.
 
-A `TapePlayer` (in `playback`) then makes one tensor at a time from the notes that matter for it. Random numbers come
-out as if everything had been done in order. A draw whose result is overwritten later is made and thrown away. So is one
-that is needed out of order. The generator's state before it is kept, and it is made again when it is asked for. So code
-may also look at values while it is on tape, which are replayed for it. ``trunc_normal_`` does, to draw again what falls
-outside.
+A `TapePlayer` (in `playback`) then makes one tensor at a time from the records that matter for it. Random numbers come
+out as if everything had been done in order. A draw whose result is overwritten later is made and thrown away. So is a
+draw that is needed out of order. The generator's state before it is kept, and the draw is repeated on demand. Code that
+looks at values while it is on tape gets them replayed. ``trunc_normal_`` looks, to draw again what falls outside.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ps_core.engine._parameters.meta_init.notes import TapedCall, TapedCalls, ViewSpec, place_of
 from ps_core.engine._parameters.meta_init.playback import TapePlayer
+from ps_core.engine._parameters.meta_init.tape_entries import TapedCall, TapedCalls, ViewSpec, place_of
 
 SMALL_BYTES = 1 << 16
 aten = torch.ops.aten
@@ -47,14 +46,14 @@ EMPTY = {
 
 
 class _MetaTensor(TorchFunctionMode):
-    """Tells code that a tensor without memory is an ordinary one."""
+    """A tensor without memory that tells code it is an ordinary one."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Answer what depends on the device."""
+        """Answer calls that depend on the device."""
         if func in ASKED:
             tensor = args[0]
             with torch._C.DisableTorchFunction():
@@ -69,7 +68,7 @@ class _MetaTensor(TorchFunctionMode):
 
 
 class Tape(TorchDispatchMode):
-    """Notes what would be written; see [Note: the tape]."""
+    """Record operations that would write memory; see [Note: the tape]."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,7 +88,7 @@ class Tape(TorchDispatchMode):
 
     # Any: torch passes whatever the caller did.
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Carry out what is small and plain, note the rest."""
+        """Carry out small operations without random numbers, and record the others."""
         with torch._C.DisableTorchFunction():
             return self._dispatch(func, tuple(args), _on_processor(kwargs or {}))
 
@@ -109,7 +108,7 @@ class Tape(TorchDispatchMode):
         return self._note(func, args, kwargs, tensors, written)
 
     def is_noted(self, tensor: Tensor) -> bool:
-        """Return True if the tensor's contents are on the tape, and are computed later."""
+        """Return True if the tensor's contents are recorded on the tape, and are computed later."""
         return tensor.is_meta or tensor.untyped_storage()._cdata in self._alive_keys
 
     def _look(self, tensor: Tensor) -> Tensor:
@@ -139,19 +138,19 @@ class Tape(TorchDispatchMode):
         return result
 
     def _named(self, tensor: Tensor) -> ViewSpec:
-        """Its place; from here on its memory is spoken of."""
+        """Return the tensor as a view of its memory, and remember that memory."""
         place = place_of(tensor)
         if place.memory not in self._alive_keys:
             self._alive_keys.add(place.memory)
             self._alive.append(tensor.untyped_storage())
             if not tensor.is_meta:
-                every = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                every = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
                 self.contents.captured[place.memory] = every.clone()
         return place
 
     @contextmanager
     def attempt(self) -> Iterator[Callable[[], None]]:
-        """Gives what makes it as if nothing had been recorded since."""
+        """Yield a call that removes everything recorded since this context began."""
         mark, position, state = len(self.contents.notes), self.replay.position, torch.default_generator.get_state()
 
         def undo() -> None:
@@ -162,7 +161,7 @@ class Tape(TorchDispatchMode):
         yield undo
 
     def source(self, tensor: Tensor) -> ViewSpec | Tensor:
-        """Return where the tape's contents of a tensor go, or the tensor itself if its contents are real."""
+        """Return the recorded view of a tensor, or the tensor itself if it has memory."""
         return place_of(tensor) if self.is_noted(tensor) else tensor
 
 
@@ -200,12 +199,12 @@ def _on_meta(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_processor(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Code that asks for the device of a tensor without memory means the processor's."""
+    """Return the arguments with the CPU in place of ``meta``, which code may have read from another tensor."""
     device = kwargs.get("device")
     return {**kwargs, "device": torch.device("cpu")} if device is not None and device.type == "meta" else {**kwargs}
 
 
 def _size(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """Return the bytes that an operation without tensor arguments would make."""
+    """Return the bytes of the result of an operation without tensor arguments."""
     result = func(*args, **_on_meta(func, kwargs))
     return sum(each.untyped_storage().nbytes() for each in tree_leaves(result) if isinstance(each, Tensor))

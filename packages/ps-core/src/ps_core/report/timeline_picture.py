@@ -25,9 +25,9 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def timeline_svg(title: str, processes: Mapping[str, Sequence[Piece]], begin_s: float, end_s: float) -> str:
-    """Return a picture of the queues between two times, a row each: of every process (as in "planned") a block of rows.
+    """Return a picture of the queues between two times: for every process (as in "planned") a block of rows.
 
-    The picture stands alone (no scripts or fonts), for light and dark pages.
+    The picture is self-contained (no scripts or fonts), for light and dark pages.
     """
     rows: list[str] = []
     y = _ABOVE

@@ -1,7 +1,7 @@
-"""Which resident extent to give up: what each is worth keeping, under several policies.
+"""Choose which resident extent to evict: estimate what each is worth keeping, under several policies.
 
-Belady's rule (give up what is needed again last) is optimal for equal, clean extents when the future is known, and a
-recorded iteration is a known future. The others are here to be compared with.
+Belady's rule evicts what is needed again last. It is optimal for equal, clean extents when the future is known, and a
+recorded iteration is a known future. The other policies are for comparison.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEVER = 1e300
 
 
 class Policy(StrEnum):
-    """How victims are chosen."""
+    """Name how extents are chosen for eviction."""
 
     BELADY = "belady"
     LRU = "lru"
@@ -29,7 +29,7 @@ class Policy(StrEnum):
 
 
 class Ranker(Generic[Key]):
-    """What each extent is worth keeping: the smallest is given up first. Time is the index of a moment."""
+    """Rate what each extent is worth keeping: the least worth is evicted first. Time is the index of a moment."""
 
     def __init__(self, policy: Policy, uses: Mapping[Key, Sequence[int]], kept: frozenset[Key] = frozenset()) -> None:
         self._policy = policy
@@ -40,7 +40,7 @@ class Ranker(Generic[Key]):
         self._clock = 0
 
     def loaded(self, key: Key) -> None:
-        """Note that the extent came in."""
+        """Note that the extent was copied to the tier."""
         self._clock += 1
         self._loaded[key] = self._used[key] = self._clock
 
@@ -50,13 +50,13 @@ class Ranker(Generic[Key]):
         self._used[key] = self._clock
 
     def next_use(self, key: Key, now: int) -> float:
-        """The first use after ``now``."""
+        """Return the first use after ``now``."""
         uses = self._uses.get(key, ())
         place = bisect_right(uses, now)
         return uses[place] if place < len(uses) else NEVER
 
     def worth(self, key: Key, now: int) -> float:
-        """What keeping the extent is worth after moment ``now``."""
+        """Return what keeping the extent is worth after moment ``now``."""
         if self._policy is Policy.BELADY:
             return -self.next_use(key, now)
         if self._policy is Policy.FIFO:
@@ -68,7 +68,7 @@ class Ranker(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What serving requests on demand costs."""
+    """The cost of serving requests on demand."""
 
     loads: int
     write_backs: int
@@ -82,10 +82,10 @@ def on_demand(
     start: frozenset[Key] = frozenset(),
     writes: Sequence[frozenset[Key]] | None = None,
 ) -> Traffic:
-    """Serve unit extents on demand: at each moment the requested ones must be in, and no more than that capacity.
+    """Serve unit extents on demand: at each moment the requested ones are resident, within that moment's capacity.
 
-    Where the capacity falls, victims leave although nothing comes in (forced evictions). A victim changed since it
-    came in (``writes`` says at which moments) is written back.
+    If the capacity falls, extents are evicted although nothing is fetched (forced evictions). An extent that changed
+    since it was fetched is written back; ``writes`` says at which moments extents change.
     """
     uses: dict[Key, list[int]] = {}
     for moment, wanted in enumerate(requests):

@@ -1,4 +1,4 @@
-"""The walk through each segment: what is brought where, in which order."""
+"""Walk through each segment and decide which extents are copied where, in which order."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ps_core._plan import (
     Step,
     worker,
 )
+from ps_core._planner.make_plan import Walker, assemble
 from ps_core._planner.placement import work_tier
 from ps_core._planner.tier_division import Frame, NoRoom
-from ps_core._planner.walker import Walker, assemble
 from ps_core._program import Extent, Kind, Program, SegmentName, Visit
 
 
 def make_plan(frame: Frame, only: Iterable[SegmentName] | None = None) -> Plan:
-    """Plan every segment of the frame's program (or just some); `NoRoom` where the placement leaves too little."""
+    """Plan every segment of the frame's program, or some; raise `NoRoom` if the placement leaves too little."""
     wanted = frame.program.segments if only is None else tuple(only)
     return assemble(frame, [make_segment(frame, name) for name in wanted])
 
@@ -38,7 +38,7 @@ def make_segment(frame: Frame, name: SegmentName) -> Segment:
 
 
 def _next_uses(program: Program, name: SegmentName) -> dict[Extent, Sequence[int]]:
-    """When each extent is wanted on the compute tier, its shard counting with the gathered group."""
+    """Map extents to the moments that need each on the compute tier; a shard is needed with its gathered group."""
     uses: dict[Extent, list[int]] = {}
     for visit in program.segment_visits(name):
         for use in program.uses(name, visit):
@@ -49,7 +49,7 @@ def _next_uses(program: Program, name: SegmentName) -> dict[Extent, Sequence[int
 
 
 class _Moments(Walker):
-    """A micro-batch, or an evaluation."""
+    """Plan a micro-batch, or an evaluation."""
 
     def __init__(self, frame: Frame, name: SegmentName) -> None:
         super().__init__(frame, name, _next_uses(frame.program, name))
@@ -78,14 +78,14 @@ class _Moments(Walker):
     # One moment.
 
     def _begin(self, visit: Visit) -> None:
-        """Let it be the moment's time: what it uses will next be wanted later."""
+        """Advance to the moment: what it uses will next be needed later."""
         self.now = visit.index
         for use in self.program.uses(self.segment, visit):
             for extent in self._meant(use.extent):
                 self.stir(extent)
 
     def _meant(self, extent: Extent) -> tuple[Extent, ...]:
-        """What is used with the extent: a gathered group's shard counts too."""
+        """Return the extents used with this one: a gathered group's shard counts too."""
         return (extent, Extent(self.program.weight, extent.index)) if extent.kind is Kind.FULL else (extent,)
 
     def _run(self, visit: Visit) -> list[tuple[Extent, int]]:
@@ -117,7 +117,7 @@ class _Moments(Walker):
         return pins
 
     def _ready(self, extent: Extent) -> int:
-        """The extent on the compute tier, gathered if it is a gathered group."""
+        """Return the slot of the extent on the compute tier; gather it if it is a gathered group."""
         if extent.kind is not Kind.FULL or 0 in self.holding(extent):
             return self.at(extent, 0)
         weight = Extent(self.program.weight, extent.index)
@@ -133,7 +133,7 @@ class _Moments(Walker):
         return self._seq - 1
 
     def _gather_ahead(self, visit: Visit) -> list[tuple[Extent, int]]:
-        """Gather for the next moment now, lest it wait behind this one's reduce-scatter."""
+        """Gather for the next moment now: later it would wait behind this one's reduce-scatter."""
         pins = []
         for use in self.program.uses(self.segment, visit):
             if use.extent.kind is Kind.FULL and use.before is not None:
@@ -214,7 +214,7 @@ class _Moments(Walker):
         return [instr.id for instr in self.out.instrs if isinstance(instr.op, Norm)]
 
     def emit_norm(self, group: int, slot: int, queue: Queue) -> None:
-        """Take a group's sum of squares where its gradient lies."""
+        """Compute a group's sum of squares on the tier of its gradient."""
         self.emit(queue, Norm(group, slot), reads=(slot,))
 
     def _measure(self) -> None:
@@ -224,7 +224,7 @@ class _Moments(Walker):
 
 
 class _Updates(Walker):
-    """A step, a skipped step, or the prologue: one pass over the groups in the order the next forward wants them."""
+    """Plan a step, a skipped step, or the prologue: one pass over the groups in the next forward's order."""
 
     def __init__(self, frame: Frame, name: SegmentName) -> None:
         super().__init__(frame, name, {})

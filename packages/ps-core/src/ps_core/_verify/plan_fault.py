@@ -1,4 +1,4 @@
-"""What the checker of plans says when it finds a rule broken."""
+"""Describe a rule that the checker of plans finds broken."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ps_core._errors import PlanMismatch
 class Fault(PlanMismatch):
     """One broken rule: where, what was expected, what was found.
 
-    ``others`` are the ids of further instructions that take part, such as the one this is not ordered against.
+    ``others`` are the ids of further instructions that take part, such as one that this is not ordered against.
     """
 
     def __init__(self, expected: str, found: str, *, others: tuple[int, ...] = ()) -> None:
@@ -21,7 +21,7 @@ class Fault(PlanMismatch):
         self.what = ""
 
     def at(self, segment: str, instr: int = -1, what: str = "") -> Fault:
-        """Say where, unless that is known already."""
+        """Add the place, unless that is known already."""
         self.segment = self.segment or segment
         if self.instr < 0:
             self.instr, self.what = instr, what

@@ -1,4 +1,4 @@
-"""``pstar plan --timeline``: when each queue works in a step, as a picture or as a trace."""
+"""Define ``pstar plan --timeline``: when each queue works in a step, as a picture or a trace."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ps_core._command.forecast import Forecast
 from ps_core._simulate.idle_time import step_window
 from ps_core._simulate.work_pieces import Piece, planned_pieces
 from ps_core.report.chrome_trace import chrome_trace
-from ps_core.report.timeline import timeline_svg
+from ps_core.report.timeline_picture import timeline_svg
 
 
 def timeline_text(found: Forecast, path: str) -> str:
-    """Return what a file of this name is to hold: a trace if it ends in ``.json``, else a picture in SVG."""
+    """Return the contents for a file of this name: a trace for ``.json``, else a picture in SVG."""
     program, plan, training = found.planned.program, found.planned.plan, found.training
     names = program.iteration() * 3
     node = training.cluster.ranks_per_node

@@ -1,14 +1,14 @@
-"""From a program, tiers and a placement to a plan: who is where when, and the instructions that bring it about.
+"""Make a plan from a program, tiers and a placement: where extents are when, and the instructions for it.
 
 [Note: how moves come to overlap]
-The planner walks through a segment on demand: before each moment it brings in what is missing, choosing victims by
-policy. That gives the *order* of each queue. The *time* of a move is left to the waits: a fetch waits only until the
-bytes it goes to are free, and those were chosen among the longest idle. A victim's bytes are given back by the queue
-that wants them, not where the victim was last used, so no queue stands still for another's bookkeeping. What results
-is as-early-as-possible prefetch, as deep as memory allows, without a clock.
+The planner walks through a segment. Before each moment it fetches what is missing, and evicts by policy. That gives the
+*order* of each queue. The *time* of a move follows from the waits. A fetch waits only until its target bytes are free,
+and those were chosen among the longest idle. A victim's bytes are released on the queue that needs them, not where the
+victim was last used. So no queue waits for another one's releases. The result is prefetch as early and as deep as
+memory allows, without a clock.
 
-Home slots never move, and home's bytes are never lent out, so every segment can end where it began, and a victim
-always has somewhere to go. All else of a tier is arena (the compute tier's, below the highest non-model bytes).
+Home slots never move, and their bytes are never lent. So every segment can end where it began, and a victim always has
+a place. All else of a tier is arena (the compute tier's, below the highest non-model bytes).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ps_core._plan import Copy, Op, Plan, Queue, Release, Reserve, Segment, link
 from ps_core._planner.arena import STALE, Arena, Piece, Window
 from ps_core._planner.emit import Emitter
-from ps_core._planner.policy import NEVER, Ranker
+from ps_core._planner.eviction_policy import NEVER, Ranker
 from ps_core._planner.tier_division import Frame, NoRoom
 from ps_core._program import Extent, Kind, SegmentName
 
@@ -36,12 +36,12 @@ class Resident:
 
     @property
     def dead(self) -> bool:
-        """Nobody needs this copy any more."""
+        """Return True if this copy is not needed any more."""
         return self.piece is not None and self.piece.idle
 
 
 class Walker:
-    """One segment being planned: what is where, and the instructions so far."""
+    """Plan one segment: track where extents are, and the instructions so far."""
 
     def __init__(self, frame: Frame, segment: SegmentName, uses: dict[Extent, Sequence[int]]) -> None:
         self.frame = frame
@@ -69,23 +69,23 @@ class Walker:
     # What is where.
 
     def home_tier(self, extent: Extent) -> int:
-        """The tier of the extent's home."""
+        """Return the tier of the extent's home slot."""
         return self._home[extent]
 
     def holding(self, extent: Extent) -> list[int]:
-        """Tiers that hold the extent as it now is, fastest first."""
+        """Return the tiers that hold the extent's newest version, fastest first."""
         version = self.versions.get(extent)
         if version is None:
             return []
         return sorted([tier for tier, row in self.residents[extent].items() if row.version == version])
 
     def slot(self, extent: Extent, tier: int) -> int:
-        """The slot of a copy that is there."""
+        """Return the slot of an existing copy."""
         return self.residents[extent][tier].slot
 
     @contextmanager
     def pinned(self, extents: Iterable[tuple[Extent, int]]) -> Iterator[None]:
-        """Keep these copies where they are meanwhile."""
+        """Pin these copies within the block."""
         pins = list(extents)
         for pin in pins:
             self.pin(pin)
@@ -96,7 +96,7 @@ class Walker:
                 self.unpin(pin)
 
     def pin(self, pin: tuple[Extent, int]) -> None:
-        """Keep a copy until as many `unpin`."""
+        """Pin a copy until `unpin` was called as often."""
         self._pins[pin] = self._pins.get(pin, 0) + 1
 
     def unpin(self, pin: tuple[Extent, int]) -> None:
@@ -106,7 +106,7 @@ class Walker:
     # Making it so.
 
     def at(self, extent: Extent, tier: int) -> int:
-        """Have the extent, as it now is, on a tier; its slot there."""
+        """Copy the newest version of an extent to a tier, if it is not there; return its slot."""
         holding = self.holding(extent)
         if tier in holding:
             return self.slot(extent, tier)
@@ -124,7 +124,7 @@ class Walker:
         return target
 
     def room(self, extent: Extent, tier: int, queue: Queue) -> int:
-        """A slot for the extent on a tier, whatever it holds; reserved by ``queue`` if there is none."""
+        """Return a slot for the extent on a tier, with any contents; ``queue`` reserves it if there is none."""
         rows = self.residents.setdefault(extent, {})
         if tier in rows:
             piece = rows[tier].piece
@@ -156,7 +156,7 @@ class Walker:
         return arena.find(size, stays)
 
     def stir(self, extent: Extent) -> None:
-        """Note that the extent's copies may be worth something else: used or made, or its time has come."""
+        """Note that the worth of the extent's copies may have changed: it was used, made, or next needed now."""
         self._stirred.add(extent)
 
     def _rate(self) -> None:
@@ -177,7 +177,7 @@ class Walker:
         return self.ranker.worth(extent, self.now)
 
     def evict(self, extent: Extent, tier: int, queue: Queue) -> None:
-        """Give a copy's bytes back to ``queue``, saving it below if it is the only one."""
+        """Release a copy's bytes to ``queue``; first copy it to a lower tier if it is the only one."""
         row = self.residents[extent][tier]
         if not row.dead and extent.kind is not Kind.FULL and self.holding(extent) == [tier]:
             if tier + 1 == len(self.frame.tiers):
@@ -190,13 +190,13 @@ class Walker:
         del self.residents[extent][tier]
 
     def discard(self, extent: Extent) -> None:
-        """Nobody needs the extent any more: its bytes may be taken."""
+        """Note that the extent is not needed any more: its bytes may be reused."""
         self.versions.pop(extent, None)
         for tier in self.residents.get(extent, {}):
             self.abandon(extent, tier)
 
     def abandon(self, extent: Extent, tier: int) -> None:
-        """Nobody needs the copy on this tier any more (a home slot stays all the same)."""
+        """Note that the copy on this tier is not needed any more; a home slot stays all the same."""
         row = self.residents[extent][tier]
         if row.piece is not None and row.arena is not None:
             row.arena.abandon(row.piece, self.out.last_access(row.slot))
@@ -216,7 +216,7 @@ class Walker:
         writes: Collection[int] = (),
         also: Iterable[int] = (),
     ) -> int:
-        """Write an instruction down, with the waits its slots call for."""
+        """Append an instruction, with the waits that its slots need."""
         number = self.out.emit(queue, op, reads=reads, writes=writes, also=also, visit=self.now)
         for slot in (*reads, *writes):
             if slot in self._owners:
@@ -224,11 +224,11 @@ class Walker:
         return number
 
     def bring_home(self, extent: Extent) -> None:
-        """Have the newest version at home."""
+        """Copy the newest version to the home slot."""
         self.at(extent, self.home_tier(extent))
 
     def finish(self) -> Segment:
-        """Bring everything home, give everything else back."""
+        """Copy everything to its home slot, and release all other slots."""
         for extent in self.program.exit(self.segment):
             self.bring_home(extent)
         for (tier, _), arena in self._arenas.items():
@@ -243,7 +243,7 @@ class Walker:
 
 
 def assemble(frame: Frame, segments: Iterable[Segment], notes: tuple[str, ...] = ()) -> Plan:
-    """The plan of these segments."""
+    """Make the plan of these segments."""
     return Plan(
         tiers=frame.tiers,
         home=frame.home,

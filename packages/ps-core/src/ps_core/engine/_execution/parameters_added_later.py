@@ -1,37 +1,41 @@
-"""Take in what changed after `chunked`: frozen parameters that are to be trained, and parameters that were added.
+"""Manage what changed after `chunked`: parameters that were unfrozen or added.
 
-Between passes. A frozen group with a parameter that is to be trained is cut in two. One stays frozen, the other gets
-masters and moments. Added parameters get groups of their own. The plan in force knows none of these groups, so the next
-pass is foreseen, or recorded, and planned anew.
+This happens between passes. A frozen group with a parameter that is to be trained is cut in two. One part stays frozen,
+the other gets masters and moments. Added parameters get groups of their own. The present plan has none of these groups.
+So the next pass is estimated or recorded, and planned anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
-from ps_core._errors import UnsupportedParameter
+from ps_core._errors import RanksDiverged, UnsupportedParameter
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.move_home_slots import group_with_aliases
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.aliased_storage import find_ties
-from ps_core.engine._parameters.first_home_slots import copy_in_values, reserve_homes, write_value
+from ps_core.engine._parameters.errors import everything_too_large
+from ps_core.engine._parameters.first_home_slots import bytes_of, copy_in_values, kinds_of, reserve_homes, write_value
 from ps_core.engine._parameters.grouping import Grouping, named
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._support.checksum import checksum
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 
 @defer_interrupts_installing
 def train_frozen(engine: Engine, records: Iterable[ParamState], *, accumulates: bool) -> None:
-    """Make frozen parameters trained ones. `DoesNotFit` if there is no room for their masters and moments."""
+    """Train frozen parameters from now on. Raise `DoesNotFit` if there is no memory for their masters and moments."""
     chosen = {each: None for record in records for each in (record.tied or [record])}
-    known = engine.passes.scheduler.training and engine.together is None
+    known = engine.passes.scheduler.training
     if chosen and (not known or any(record.group.on_host for record in chosen)):
         raise UnsupportedParameter(
             f"{next(iter(chosen)).name!r} was frozen when chunked(...) was called, so it has no optimizer state: to "
             "train it, release(model), set requires_grad, and call chunked again"
         )
+    _agree(engine, "parameters that were unfrozen after chunked(...)", [record.name for record in chosen])
     engine.finish_pass()
     held = group_with_aliases(record.group for record in chosen)
     if held is not None:
@@ -52,7 +56,7 @@ def take_in(
     known = {record.name for record in engine.records}
     tied = find_ties(nn.ParameterList(parameter for _, parameter in named(model)))
     for name, parameter in named(model):
-        if name in known or engine.together is not None or parameter.is_meta or tied:
+        if name in known or parameter.is_meta or tied:
             raise UnsupportedParameter(
                 f"parameter {name!r} was added after chunked(...), so nothing trains it and no budget counts it: "
                 "release(model), then call chunked again"
@@ -60,18 +64,16 @@ def take_in(
     values = [(name, parameter, parameter.detach()) for name, parameter in named(model)]
     grouping = group(model)
     groups, records = grouping.groups, list(grouping.records.values())
+    rows = [(name, tuple(value.shape), str(value.dtype), checksum(value)) for name, _, value in values]
+    _agree(engine, "parameters that were added after chunked(...)", rows)
     for each in groups:
         each.number_after(len(engine.groups))
+        _cut_into_shards(engine, each)
     for record in records:
         record.number_after(len(engine.records))
     engine.finish_pass()
     engine.passes.scheduler.forget_plan()
-    try:
-        _reserve(engine.store, groups, accumulates=accumulates)
-    except BaseException:
-        for each in groups:
-            engine.residency.release_chunks(each)
-        raise
+    _reserve(engine, groups, accumulates=accumulates)
     engine.groups.extend(groups)
     engine.passes.add_records(records)
     copy_in_values(grouping.records, values, engine)
@@ -88,31 +90,84 @@ def _cut(engine: Engine, group: ParamGroup, chosen: list[ParamState], *, accumul
     for record in group.tensors:
         (trained if record in chosen else rest).add(record)
     made = [each for each in (trained, rest) if each.tensors]
+    for each in made:
+        _cut_into_shards(engine, each)
     try:
-        _reserve(engine.store, made, accumulates=accumulates)
+        _reserve(engine, made, accumulates=accumulates)
     except BaseException:
-        for each in made:
-            engine.residency.release_chunks(each)
         for record, offset, _ in before:
             record.group, record.offset = group, offset
         raise
     for record in chosen:
         record.train()
-    for record, _, value in before:
-        write_value(record, value, engine)
-    engine.residency.release_chunks(group)
     engine.groups[group.index] = made[-1]
     if rest.tensors:
         engine.groups.append(trained)
+    for record, _, value in before:
+        write_value(record, value, engine)
+    engine.residency.release_chunks(group)
 
 
-def _reserve(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> None:
-    """Reserve home slots with moments of zero: pinned blocks and ranges of the file may have been in use before."""
-    reserve_homes(store, groups, accumulates=accumulates)
+def _reserve(engine: Engine, groups: list[ParamGroup], *, accumulates: bool) -> None:
+    """Reserve home slots with moments of zero: pinned blocks and ranges of the file may have been in use before.
+
+    All ranks have room, or all raise and have reserved nothing.
+    """
+    error: BaseException | None = None
+    try:
+        if engine.together is not None:
+            _check_below(engine.store, groups, accumulates=accumulates)
+        reserve_homes(engine.store, groups, accumulates=accumulates)
+    except BaseException as found:
+        error = found
+    try:
+        _raise_together(engine, error)
+    except BaseException:
+        for each in groups:
+            engine.residency.release_chunks(each)
+        raise
     for group in groups:
         for kind, chunk in group.chunks.items():
             if kind in group.state_kinds:
-                store.fill(chunk.home, 0)
+                engine.store.fill(chunk.home, 0)
+        engine.residency.complete(group)
+
+
+def _check_below(store: TierStore, groups: list[ParamGroup], *, accumulates: bool) -> None:
+    """Raise `DoesNotFit` unless lower tiers have room: several ranks have no plan that knows of room on the first."""
+    below = sum(store.free_bytes(tier) for tier in range(1, len(store.tiers)))
+    size = sum(bytes_of(group, kind) for group in groups for kind in kinds_of(group, accumulates=accumulates))
+    if len(store.tiers) > 1 and size > below:
+        raise everything_too_large(store, groups, size + sum(store.ledger.used_bytes))
+
+
+def _agree(engine: Engine, what: str, rows: list[Any]) -> None:
+    """Raise `RanksDiverged` unless all ranks do this with the same parameters at the same time."""
+    if engine.together is not None:
+        engine.together.agree(what, ", ".join(map(str, rows)))
+
+
+def _raise_together(engine: Engine, error: BaseException | None) -> None:
+    """Raise this rank's error, or `RanksDiverged` if another rank has one."""
+    if engine.together is not None:
+        what = "whether there is room for parameters that were unfrozen or added"
+        failed = [
+            rank for rank, row in enumerate(engine.together.all_values([float(error is not None)], what)) if row[0]
+        ]
+        if failed and error is None:
+            raise RanksDiverged(
+                f"rank {failed[0]} cannot take in parameters that were unfrozen or added since chunked(...): its own "
+                "error says why; give all ranks budgets of one size"
+            )
+    if error is not None:
+        raise error
+
+
+def _cut_into_shards(engine: Engine, group: ParamGroup) -> None:
+    """Note which shard of a new group this rank has; no process alone has shards."""
+    if engine.together is not None:
+        group.gathered, group.fixed_tier = True, None
+        group.rank, group.ranks = engine.together.rank, engine.together.ranks
 
 
 def _like(group: ParamGroup, index: int, *, trainable: bool = False) -> ParamGroup:

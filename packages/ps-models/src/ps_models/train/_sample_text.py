@@ -1,4 +1,4 @@
-"""Make text with the model that was trained."""
+"""Make text with the trained model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTHING = "sample: none, for what the model gives is not finite"
 
 
 def sample(options: TrainOptions, data: Corpus, managed: ManagedModel, objective: Objective) -> str:
-    """Return the prompt and its continuation; of a BERT a held-back text with gaps, and how it fills them."""
+    """Return the prompt and its continuation; for a BERT a held-back text with gaps, and its guesses."""
     try:
         if isinstance(objective, MaskedTokenObjective):
             return filled(options, data, managed, objective)
@@ -32,7 +32,7 @@ def sample(options: TrainOptions, data: Corpus, managed: ManagedModel, objective
 
 
 def written(options: TrainOptions, data: Corpus, managed: ManagedModel) -> str:
-    """Return the prompt and its continuation; of token files, which have no tokenizer, the numbers."""
+    """Return the prompt and its continuation; numbers for token files, which have no tokenizer."""
     chosen = data.tokenizer
     start = data.validation[0][:1].tolist() if chosen is None else chosen.encode(options.prompt.encode()).tolist()
     if chosen is not None:
@@ -57,7 +57,7 @@ def _by_ours(options: TrainOptions, model: Any, ids: Tensor, end: int | None) ->
 
 
 def _by_transformers(options: TrainOptions, model: Any, ids: Tensor, end: int | None) -> list[int]:
-    """Sample as transformers does, which draws from PyTorch's own generator."""
+    """Sample by transformers, which draws from PyTorch's own generator."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     count = options.sample if positions is None else min(options.sample, positions - ids.shape[1])
     if count < 1:

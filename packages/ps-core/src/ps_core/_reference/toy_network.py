@@ -1,4 +1,4 @@
-"""A small network that learns to guess the next byte of a text, in pure Python, moment by moment.
+"""Train a small network to predict the next byte of a text, in pure Python, moment by moment.
 
     x_0     = embedding[byte]                                       T x D
     block   h = rms_norm(x) * gain;  z_t = [h_t, h_t-1]             T x 2D
@@ -8,8 +8,8 @@
 
     T tokens, D width, H hidden, V classes (a byte's low five bits: letters alike in either case).
 
-Each moment is a pure function of the weights it reads, the activations it takes and what the process saved, as an
-engine's would be. Sums are in double precision; what outlives a moment is rounded to single.
+Each moment is a pure function, as an engine's would be. Its inputs are the weights it reads, the activations it takes
+and what the process saved. Sums are in double precision; what outlives a moment is rounded to single.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TINY = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How large the network is."""
+    """The sizes of the network."""
 
     layers: int = 3
     width: int = 16
@@ -60,14 +60,14 @@ class Shape:
 
 
 class ByteNetwork:
-    """The network above, as a `Network` the reference can train."""
+    """Implement the network above as a `Network`."""
 
     def __init__(self, shape: Shape | None = None) -> None:
         self.shape = shape or Shape()
         self.trace = make_trace(self.shape)
 
     def initial(self, tensor: int) -> Floats:
-        """Gains of one, biases of zero, everything else normally distributed."""
+        """Return gains of one, biases of zero, and normally distributed values of all other tensors."""
         name, numel = self.trace.tensors[tensor].name, self.trace.tensors[tensor].numel
         if name.endswith("gain"):
             return singles([1.0] * numel)
@@ -77,7 +77,7 @@ class ByteNetwork:
         return singles([rng.gauss(0.0, self.shape.width**-0.5) for _ in range(numel)])
 
     def batch(self, iteration: int, micro: int, rank: int) -> bytes:
-        """A stretch of the text, another one for every iteration, micro-batch and process."""
+        """Return a part of the text, another one for every iteration, micro-batch and process."""
         tokens = self.shape.tokens
         start = random.Random(f"{iteration} {micro} {rank}").randrange(len(TEXT) - tokens)
         return TEXT[start : start + tokens + 1]
@@ -125,7 +125,7 @@ class ByteNetwork:
         return Outcome(saved={**saved, f"block {layer}": [x, *inner]})
 
     def _forward(self, weights: Sequence[Floats], x: Rows) -> tuple[Rows, tuple[Rows, Rows]]:
-        """The block's output, and what its backward needs besides its input: z and u."""
+        """Return the block's output, and what its backward needs besides its input: z and u."""
         gain, up, bias, down = weights
         h = [_normed(row, gain) for row in x]
         z = [array("f", [*row, *before]) for row, before in zip(h, [_zeros(len(gain)), *h], strict=False)]
@@ -205,7 +205,7 @@ class ByteNetwork:
 
 
 def make_trace(shape: Shape) -> Trace:
-    """The network's trace; non-model bytes count every row a moment finds, makes or computes with, at 4 bytes."""
+    """Return the network's trace; non-model bytes are 4 for each value that a moment finds, makes or uses."""
     d, h, t, layers = shape.width, shape.hidden, shape.tokens, range(shape.layers)
     sizes = {"gain": d, "up": 2 * d * h, "bias": h, "down": d * h}
     blocks = [Tensor(name=f"block {layer} {name}", numel=sizes[name]) for layer in layers for name in sizes]
@@ -290,7 +290,7 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def _outer(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> Floats:
-    """The gradient of a weight stored row by row: the sum over tokens of left_i times right_j."""
+    """Return the gradient of a weight stored row by row: the sum over tokens of left_i times right_j."""
     columns = list(zip(*right, strict=True))
     return singles([_dot(row, column) for row in zip(*left, strict=True) for column in columns])
 
@@ -305,7 +305,7 @@ def _normed(row: Floats, gain: Floats) -> Floats:
 
 
 def _normed_backward(x: Rows, gain: Floats, dh: Sequence[Sequence[float]]) -> tuple[Floats, list[list[float]]]:
-    """The gradients of the gain and of the rows."""
+    """Return the gradients of the gain and of the rows."""
     d_gain, dx = [0.0] * len(gain), []
     for row, grad in zip(x, dh, strict=True):
         scale = _scale_of(row)

@@ -1,12 +1,13 @@
-"""Samples: documents that are learned one by one, each from its own start.
+"""Encode samples: documents that are learned one by one, each from its own start.
 
 [Note: rows]
-A row is a sequence of ``--seq`` tokens with one sample in it, or with ``--pack`` as many as fit. Rows are filled once,
-the longest samples first, each into the fullest row that has room. An epoch goes through the rows in an order that is
+A row is a sequence of ``--seq`` tokens with one sample; with ``--pack``, with as many as fit. Rows are filled once. The
+longest samples are first, each in the fullest row that has room. An epoch goes through the rows in an order that is
 drawn from the seed and the epoch's number. So the position in the data is the number of rows taken so far.
 
-The end of a row is filled with the token that ends a document, which no loss counts and, in a causal model, no sample
-sees. Positions of ``--pack`` begin at 0 with each sample: that is how attention in transformers tells samples apart.
+The end of a row is filled with the token that ends a document. No loss counts it, and in a causal model no sample
+attends to it. Positions of ``--pack`` begin at 0 with each sample: that is how attention in transformers separates
+samples.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ class Samples:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of all samples."""
+        """Return the number of tokens of all samples."""
         return self._ends[-1]
 
     @property
     def trained(self) -> int:
-        """The number of tokens whose prediction is trained."""
+        """Return the number of tokens whose prediction is trained."""
         return int(self._trained.sum())
 
     def length(self, index: int) -> int:
@@ -78,7 +79,7 @@ class Samples:
 
 
 def encoded(document: Document, chosen: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Return a document's tokens, and for each whether its prediction is trained; of examples, answers only are."""
+    """Return a document's tokens, and for each whether it is trained; of examples, only answers are."""
     if isinstance(document, bytes):
         ids = [*chosen.start, *chosen.encode(document).tolist(), chosen.end]
         return ids, [True] * len(ids)

@@ -1,18 +1,17 @@
-"""Which optimizer steps of a plan may begin while backward goes on.
+"""Find the optimizer steps of a plan that may begin while backward goes on.
 
 [Note: steps within backward]
-A plan has its steps in a segment of their own, behind the decision that needs the norm. Where nothing is decided (no
-clipping, no loss scale, one backward pass a step), a group can be stepped as soon as its gradient is complete. A step
-of the processor works on home slots in host memory alone. So it may begin behind the last instruction of the last
-pass that touches one of them: nothing of that pass reads or writes them any more. Nothing else of the plan changes.
-A group whose weight is read once more after its gradient was made is left for the step segment: that read would come
-too late.
+A plan's steps are in a segment of their own, behind the decision about the norm. Sometimes nothing is decided: no
+clipping, no loss scale, one backward pass a step. Then a group can be stepped as soon as its gradient is complete. A
+step of the processor works on home slots in host memory alone. So it may begin behind the last instruction of the last
+pass that touches one of them. Nothing else of the plan changes. A group whose weight is read after its gradient stays
+in the step segment: that read would come too late.
 
 [Note: the newest first]
-Backward ends with the groups that the next forward pass needs first. Where the processor cannot step as fast as
-gradients come, it takes the newest whenever it is free, and leaves the others for the step segment. There they are
-stepped in the order of the forward pass, beside it. With all steps in order of arrival, the next forward pass would
-begin by waiting for everything that had queued up.
+Backward ends with the groups that the next forward pass needs first. If the processor cannot step as fast as gradients
+come, it takes the newest whenever it is free. The others stay in the step segment. There they are stepped in the order
+of the forward pass, beside it. With all steps in order of arrival, the next forward pass would begin by waiting for the
+whole queue.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from ps_core._plan import Copy, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
+from ps_core._program import Kind
 
 EarlySteps: TypeAlias = Mapping[int, tuple[Instr, ...]]
 """Steps that begin within a pass, by the place of the instruction that they begin behind."""
 
 
 def early_steps(homes: int, last_pass: Segment, step: Segment) -> EarlySteps:
-    """Return the steps that may begin within the last pass; ``homes``: number of home slots."""
+    """Return the steps that may begin within the last pass; ``homes``: the number of home slots."""
     last, lent = _last_touches(last_pass)
     read_later = _read_after_gradients(last_pass)
     found: dict[int, tuple[Instr, ...]] = {}
@@ -45,7 +45,7 @@ def early_steps(homes: int, last_pass: Segment, step: Segment) -> EarlySteps:
 
 
 def newest_first(steps: EarlySteps, ends: Sequence[float], seconds: Sequence[float]) -> EarlySteps:
-    """Return those that the processor takes; ``ends``: of the pass's instructions, ``seconds``: of all steps."""
+    """Return the steps that the processor takes; ``ends``: of the pass's instructions, ``seconds``: of all steps."""
     arrivals = sorted((ends[behind], behind, row.id, row) for behind, rows in steps.items() for row in rows)
     taken: dict[int, tuple[Instr, ...]] = {}
     free, place = 0.0, 0
@@ -73,10 +73,10 @@ def _last_touches(segment: Segment) -> tuple[dict[int, int], set[int]]:
 
 
 def _read_after_gradients(segment: Segment) -> set[int]:
-    """Return groups whose weight a moment reads behind the last moment that makes a gradient of theirs."""
+    """Return the groups whose weight a moment reads after their last gradient was made."""
     weights, gradients = dict[int, int](), dict[int, int]()
     for instr in segment.instrs:
-        if isinstance(instr.op, Copy):
+        if isinstance(instr.op, Copy) and instr.op.extent.kind is not Kind.ACT:
             if instr.queue is Queue.H2D:
                 weights[instr.op.target] = instr.op.extent.index
             elif instr.queue is Queue.D2H:

@@ -12,8 +12,8 @@ from ps_core._layout import lay_out
 from ps_core._options import Adam
 from ps_core._program import Precision, Program
 from ps_core._reference.floats import singles
-from ps_core._reference.network import TEXT, ByteNetwork, Shape, make_trace
 from ps_core._reference.oracle import train_unconstrained
+from ps_core._reference.toy_network import TEXT, ByteNetwork, Shape, make_trace
 from ps_core._reference.training_rules import Call, Training
 from ps_core._trace import Phase
 

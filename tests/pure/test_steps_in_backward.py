@@ -10,7 +10,7 @@ from ps_core import Setup, Tier, analytic_trace, find_plan, machine
 from ps_core._plan import Copy, Instr, Norm, Queue, Release, Reserve, Run, Segment, Step
 from ps_core._program import Extent, Kind
 from ps_core._simulate.clock import simulate
-from ps_core._simulate.early_steps import early_steps, newest_first
+from ps_core._simulate.steps_in_backward import early_steps, newest_first
 from ps_core._simulate.timeline import Timeline
 from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.traces_from_shapes import Workload

@@ -1,4 +1,4 @@
-"""Passes that follow no plan: served on demand, or, where everything fits on one tier, without any move."""
+"""Drive passes without a plan: on demand, or without any move where everything fits on one tier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ps_core.engine._tracing.pass_recording import PassRecording
 
 
 class ResidentDriver:
-    """Drives the passes of an engine with one tier: there are no moments, only a look at the first pass's peak."""
+    """Drive the passes of an engine with one tier: only the first pass's peak is measured."""
 
     def __init__(self, *, tracked: bool) -> None:
         self.tracked = tracked
@@ -24,7 +24,7 @@ class ResidentDriver:
         """Do nothing: everything is there already."""
 
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """Return False: gradients go where they go by themselves."""
+        """Return False: the caller stores the gradient."""
         return False
 
     def free_optional_bytes(self, needed_bytes: int) -> int:
@@ -36,7 +36,7 @@ class ResidentDriver:
 
 
 class NoPlanScheduler:
-    """Has every pass served on demand."""
+    """Choose the same driver for every pass, and make no plan."""
 
     moments = 0
     planned_step_s = 0.0

@@ -1,7 +1,7 @@
-"""What a planned execution does to tensor states: each instruction becomes the events it stands for.
+"""Follow tensor states through a plan's execution: each instruction becomes the events that it means.
 
-One process follows its tensors. Of several, each follows the gathered tensors (FREE until gathered, FREE again when the
-group is dropped) and, behind them in the book, one entry for each of its shards.
+One process follows its tensors. Each of several follows the gathered tensors: FREE until gathered, and again when the
+group is dropped. Behind these the book has an entry for each shard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ps_core._trace import Phase
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Drives a `StateBook`; an order of instructions no tensor could live through raises `IllegalTransition`."""
+    """Drive a `StateBook`; an order of instructions that a tensor's states do not allow raises `IllegalTransition`."""
 
     program: Program
     book: StateBook = field(init=False)
@@ -39,17 +39,17 @@ class Lifecycle:
 
     @property
     def _kept(self) -> range:
-        """Entries of the book that hold a payload throughout."""
+        """Return the entries of the book that always hold data."""
         return range(len(self.program.trace.tensors) if self._sharded else 0, len(self.book))
 
     def _entries(self, group: int) -> tuple[int, ...]:
-        """The entries that a group's step changes."""
+        """Return the entries that a group's step changes."""
         if self._sharded:
             return (len(self.program.trace.tensors) + group,)
         return self.program.layout.groups[group].tensors
 
     def before_run(self, visit: Visit) -> None:
-        """A moment is about to run."""
+        """Note that a moment is about to run."""
         moment = self.program.trace.moments[visit.index]
         if moment.phase is Phase.FORWARD:
             for tensor in moment.reads:
@@ -62,7 +62,7 @@ class Lifecycle:
             self.book.apply(tensor, Event.PRE_BACKWARD, reads=tensor in moment.reads, gradient=tensor in moment.grads)
 
     def after_run(self, visit: Visit) -> None:
-        """A moment has run; its gradients are not written yet."""
+        """Note that a moment has run; its gradients are not written yet."""
         moment = self.program.trace.moments[visit.index]
         if moment.phase is Phase.FORWARD:
             for tensor in moment.reads:
@@ -78,7 +78,7 @@ class Lifecycle:
                 self.book.apply(index, Event.FORWARD_DONE)
 
     def after(self, op: Op) -> None:
-        """An instruction other than a moment has been carried out."""
+        """Note that an instruction other than a moment was carried out."""
         match op:
             case Gather():
                 self._set_free(op.group, free=False)
@@ -93,7 +93,7 @@ class Lifecycle:
                 self._each(op.group, Event.REBUILD)
 
     def dropped(self, kind: Kind, group: int) -> None:
-        """A slot that held a group is given back."""
+        """Note that a slot that held a group is released."""
         if kind is Kind.FULL:
             self._set_free(group, free=True)
 
@@ -103,7 +103,7 @@ class Lifecycle:
                 self.book.apply(tensor, Event.RELEASE if free else Event.ALLOCATE)
 
     def _gain(self, group: int) -> None:
-        """A shard's gradient has arrived."""
+        """Note that a shard's gradient has arrived."""
         for event in (Event.PRE_BACKWARD, Event.POST_BACKWARD):
             for entry in self._entries(group):
                 self.book.apply(entry, event, reads=False, gradient=True)
@@ -113,7 +113,7 @@ class Lifecycle:
             self.book.apply(entry, event)
 
     def end(self, segment: SegmentName) -> None:
-        """A segment is over. Tensors that a step or a skipped step will see to stay as they are."""
+        """Note that a segment is over. Tensors that a step or a skipped step will change stay as they are."""
         if segment in (SegmentName.PROLOGUE, SegmentName.STEP):
             return
         waiting: set[int] = set()

@@ -1,4 +1,4 @@
-"""Import transformers and PEFT where an option needs them."""
+"""Import transformers and PEFT if an option needs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ps_core._install_hints import how_to_install
 
 
 def transformers_for(option: str, folder: Path) -> Any:
-    """Return the package transformers; `InvalidInput` without it, or without the folder that ``option`` names."""
+    """Return the package transformers; raise `InvalidInput` without it, or without ``option``'s folder."""
     library = package_for(option, "transformers")
     if not folder.is_dir():
         raise InvalidInput(
@@ -21,7 +21,7 @@ def transformers_for(option: str, folder: Path) -> Any:
 
 
 def package_for(option: str, name: str) -> Any:
-    """Return a package that ``option`` needs; `InvalidInput` says how to install it. (Any: it is not there for all.)"""
+    """Return a package that ``option`` needs; `InvalidInput` says how to install it. (Any: it may be missing.)"""
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ps_core._planner.policy import NEVER, Policy, Ranker, Traffic, on_demand
+from ps_core._planner.eviction_policy import NEVER, Policy, Ranker, Traffic, on_demand
 
 KEYS = "abcd"
 

@@ -17,23 +17,23 @@ from ps_core.engine._parameters.residency import Residency
 
 
 class Ranks(Protocol):
-    """The processes that share a model, as far as all of the engine knows of them."""
+    """Protocol of the processes that share a model, as the whole engine uses them."""
 
     @property
     def rank(self) -> int:
-        """Which shard this process has."""
+        """Return this process's shard number."""
 
     @property
     def ranks(self) -> int:
-        """The number of shards."""
+        """Return the number of shards."""
 
     @property
     def copy(self) -> int:
-        """Which copy of the model this process has a part of, from 0."""
+        """Return the number of this process's copy of the model, from 0."""
 
     @property
     def process(self) -> int:
-        """This process among all, copies of the model included."""
+        """Return this process's number among all processes, copies of the model included."""
 
     def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
         """Return every process's values, a row each; ``shards_only``: of those that share one copy of the model."""

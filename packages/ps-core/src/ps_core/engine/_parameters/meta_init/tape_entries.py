@@ -1,4 +1,4 @@
-"""The contents of a tape: operations, and the memory they read and write; see [Note: the tape] in `tape`."""
+"""Store the contents of a tape: operations, and the memory they read and write; see [Note: the tape] in `tape`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OVERWRITES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ViewSpec:
-    """A tensor as a part of some memory."""
+    """A tensor as a view of some memory."""
 
     memory: int
     memory_bytes: int
@@ -28,7 +28,9 @@ class ViewSpec:
 
     @property
     def whole(self) -> bool:
-        """True if the tensor is all of its memory (and has no overlaps, as tensors that initialisers write to)."""
+        """Return True if the tensor is all of its memory (and has no overlaps, as tensors that initialisers write
+        to).
+        """
         return self.size.numel() * self.dtype.itemsize == self.memory_bytes
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
@@ -58,12 +60,12 @@ class TapedCall:
 
     @property
     def random(self) -> bool:
-        """True if the call draws random numbers."""
+        """Return True if the call draws random numbers."""
         return torch.Tag.nondeterministic_seeded in self.func.tags
 
     @property
     def overwrites(self) -> bool:
-        """True if the call ignores what was in the memory that it writes to."""
+        """Return True if the call ignores what was in the memory that it writes to."""
         return self.func.overloadpacket.__name__ in OVERWRITES or self.func._overloadname.endswith("out")
 
     def settles(self, memory: int) -> bool:
@@ -74,7 +76,7 @@ class TapedCall:
 
 
 class TapedCalls:
-    """All notes of a tape, in order."""
+    """All recorded calls of a tape, in order."""
 
     def __init__(self) -> None:
         self.notes: list[TapedCall] = []
@@ -84,13 +86,13 @@ class TapedCalls:
         """By memory: the notes that write it."""
 
     def add(self, note: TapedCall) -> None:
-        """Append a note."""
+        """Append a call."""
         for place in (*note.writes, *note.makes):
             self._writers[place.memory].append(len(self.notes))
         self.notes.append(note)
 
     def cut(self, end: int) -> None:
-        """Drop all notes from this one on."""
+        """Drop all calls from this one on."""
         del self.notes[end:]
         for indices in self._writers.values():
             while indices and indices[-1] >= end:
@@ -121,7 +123,7 @@ class TapedCalls:
         notes = [self.notes[index] for index in self._writers.get(place.memory, ())]
         if any(note.settles(place.memory) for note in notes):
             return True
-        filled = torch.zeros(place.memory_bytes // place.dtype.itemsize, dtype=torch.bool)
+        filled = torch.zeros(place.memory_bytes // place.dtype.itemsize, dtype=torch.bool, device="cpu")
         for note in notes:
             for part in note.writes:
                 if part.memory == place.memory and note.overwrites:

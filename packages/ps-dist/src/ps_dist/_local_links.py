@@ -1,0 +1,198 @@
+"""Connections between the processes of one computer, which tell each other where in shared memory something lies.
+
+[Note: why Unix sockets]
+What two processes tell each other is small: where something lies, that it was read, or a few bytes. A Unix socket does
+that, because a thread can wait for all other processes at once, without using a processor. The kernel orders what was
+written to memory before a message with what is read after it. It also tells when a process has ended, however it ended.
+A futex or an ``eventfd`` does none of this for several processes. The sockets have no name in any folder either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ps_dist._shared_memory import SharedHeap, map_heap
+
+_HELLO = struct.Struct("<IQ")
+"""A rank and the bytes of its heap."""
+_HEADER = struct.Struct("<B3xIQQ8x")
+"""The kind of a message, its tag, and the first byte and the number of bytes in the sender's heap; 32 bytes."""
+_HERE, _THERE, _READ = 0, 1, 2
+"""Kinds: the bytes follow; they are in the sender's heap; the oldest message of the other direction was read."""
+MOST_BYTES_HERE = 4096
+"""Bytes that are sent through the socket itself at most."""
+_CHECK_S = 0.2
+"""Seconds between two checks whether waiting for another process is in vain."""
+_PEER_IDS = struct.Struct("3i")
+"""What the kernel says of the process at the other end: its number, user and group."""
+
+
+@dataclass(slots=True)
+class Message:
+    """One that came, and has not been read to its end."""
+
+    tag: int
+    memory: Tensor
+    """Its bytes, where the sender has them; or that came with it."""
+    waited_for: bool
+    """True if the sender waits until it was read."""
+    read_bytes: int = 0
+
+
+class LocalLink:
+    """The connection to one other process of this computer, used by the thread of collectives alone."""
+
+    def __init__(self, peer: int, connection: socket.socket, memory: Tensor) -> None:
+        """``memory``: the other process's heap."""
+        self.peer, self._socket, self._memory = peer, connection, memory
+        self._inbox: deque[Message] = deque()
+        self.unread = 0
+        """Messages in this process's heap that the other one has not read yet."""
+        self.broken = ""
+        """Why nothing comes any more; empty while the connection stands."""
+        connection.setblocking(False)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._socket.fileno()
+
+    def head(self, tag: int) -> Message | None:
+        """Return the oldest message if it has this tag; else None: wait for it."""
+        return self._inbox[0] if self._inbox and self._inbox[0].tag == tag else None
+
+    def pop(self) -> bool:
+        """Forget the oldest message, which was read; return True if its sender waits until it is told so."""
+        return self._inbox.popleft().waited_for
+
+    def write(self, text: bytes) -> bool:
+        """Send a message; return False if the socket is full: try again when it can be written to."""
+        try:
+            self._socket.send(text, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.broken = self.broken or _first_line(error)
+        return True
+
+    def read(self) -> None:
+        """Take in one message, if there is one."""
+        try:
+            text = self._socket.recv(_HEADER.size + MOST_BYTES_HERE)
+        except (BlockingIOError, ConnectionResetError):  # after a reset comes what was sent before, and the end
+            return
+        except OSError as error:
+            self.broken = self.broken or _first_line(error)
+            return
+        if not text:
+            self.broken = self.broken or "its connection was closed"
+            return
+        kind, tag, offset, size = _HEADER.unpack_from(text)
+        if kind == _READ:
+            self.unread -= 1
+        elif kind == _THERE:
+            self._inbox.append(Message(tag, self._memory[offset : offset + size], waited_for=True))
+        else:
+            memory = torch.frombuffer(bytearray(text), dtype=torch.uint8, offset=_HEADER.size)
+            self._inbox.append(Message(tag, memory, waited_for=False))
+
+    def cut(self) -> None:
+        """Break the connection, so that a thread which waits for the other process goes on; any thread may call it."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection, and drop the other process's memory."""
+        self._socket.close()
+        self._memory = self._memory.new_empty(0)
+
+
+def message_here(tag: int, memory: Tensor) -> bytes:
+    """Return a message that carries the bytes of this memory."""
+    return _HEADER.pack(_HERE, tag, 0, memory.nbytes) + ctypes.string_at(memory.data_ptr(), memory.nbytes)
+
+
+def message_there(tag: int, offset: int, size: int) -> bytes:
+    """Return a message that says where in the sender's heap the bytes are."""
+    return _HEADER.pack(_THERE, tag, offset, size)
+
+
+def message_read() -> bytes:
+    """Return a message that says that the oldest one of the other direction was read."""
+    return _HEADER.pack(_READ, 0, 0, 0)
+
+
+class LinkListener:
+    """Waits for the other processes of this computer, which know its address."""
+
+    def __init__(self, heap: SharedHeap, rank: int, ranks: int) -> None:
+        """Listen; raises `OSError` or `AttributeError` where there are no such sockets."""
+        self._heap, self._rank = heap, rank
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.address = secrets.token_bytes(16)
+        self._socket.bind(b"\0ps_dist " + self.address.hex().encode())
+        self._socket.listen(ranks)
+
+    def connect(self, addresses: Mapping[int, bytes], give_up: Callable[[], bool], limit_s: float) -> list[LocalLink]:
+        """Connect with every other rank; raise `OSError` if that fails, takes too long or ``give_up`` returns True."""
+        found = []
+        for peer in sorted(addresses):
+            if peer < self._rank:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                connection.settimeout(limit_s)
+                connection.connect(b"\0ps_dist " + addresses[peer].hex().encode())
+                self._greet(connection)
+                found.append(self._link(connection, give_up, limit_s))
+        for _ in [peer for peer in addresses if peer > self._rank]:
+            _wait_for(self._socket, give_up, limit_s)
+            connection = self._socket.accept()[0]
+            self._greet(connection)
+            found.append(self._link(connection, give_up, limit_s))
+        if sorted(link.peer for link in found) != sorted(addresses):
+            raise OSError(f"ranks {sorted(addresses)} were to connect, found {sorted(link.peer for link in found)}")
+        return found
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._socket.close()
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Send this process's heap to a process of the same user."""
+        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_IDS.size)
+        user = _PEER_IDS.unpack(found)[1]
+        if user != os.geteuid():
+            raise OSError(f"a process of user {user} answered; expected user {os.geteuid()}")
+        text = _HELLO.pack(self._rank, self._heap.size_bytes)
+        socket.send_fds(connection, [text], [self._heap.file])
+
+    def _link(self, connection: socket.socket, give_up: Callable[[], bool], limit_s: float) -> LocalLink:
+        _wait_for(connection, give_up, limit_s)
+        text, files, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+        if len(text) != _HELLO.size or len(files) != 1:
+            raise OSError("another process closed its connection before it sent its memory")
+        peer, size = _HELLO.unpack(text)
+        return LocalLink(peer, connection, map_heap(files[0], size))
+
+
+def _wait_for(connection: socket.socket, give_up: Callable[[], bool], limit_s: float) -> None:
+    """Wait until there is something to read."""
+    left_s = limit_s
+    while not select.select([connection], [], [], min(_CHECK_S, left_s))[0]:
+        left_s -= _CHECK_S
+        if give_up() or left_s <= 0:
+            raise TimeoutError(f"another process did not connect within {limit_s:g} s")
+
+
+def _first_line(error: OSError) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

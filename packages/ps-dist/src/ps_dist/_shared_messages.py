@@ -1,0 +1,216 @@
+"""Messages between the processes of one computer: what is sent is read where its sender has it.
+
+[Note: who may write when]
+A rank says where in its heap the bytes are, and waits until every rank that needs them has read them. So a collective
+ends on a rank when nobody reads that rank's memory any more. The engine writes to a shard, a gradient or a buffer only
+before it begins a collective on it, or after the collective has ended. So no rank reads a shard that is being stepped,
+and no rank writes over what another one still reads. The tag of a message is the fingerprint of everything done so far
+(see [Note: fingerprints]). It is the version of what is read: a message of another version is never read.
+
+What lies outside the heap is copied into it first, piece by piece. A few bytes travel with the message itself.
+"""
+
+from __future__ import annotations
+
+import select
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from ps_dist._local_links import MOST_BYTES_HERE, LocalLink, Message, message_here, message_read, message_there
+from ps_dist._messages import ConnectionBroken, PeerMessages, Read
+from ps_dist._shared_memory import SharedHeap
+
+STAGING_BYTES = 1 << 20
+"""Bytes of the heap for pieces of what lies outside it."""
+
+
+class SharedMessages(PeerMessages):
+    """One process's messages to the others of its computer. See [Note: who may write when]."""
+
+    name = "shared"
+    needs_room = False
+
+    def __init__(self, rank: int, heap: SharedHeap, links: Collection[LocalLink]) -> None:
+        """Use these connections to all other ranks."""
+        super().__init__(None, rank)
+        self.heap = heap
+        """Memory that the other ranks read without a copy."""
+        self._links = {link.peer: link for link in links}
+        self._staging: Tensor | None = None
+        """Memory for one piece; made when it is first needed."""
+        self._staged_for: Sequence[LocalLink] = ()
+        """Connections to the ranks that read the piece."""
+        self._poll = select.poll()
+        self._open = {link.fileno(): link for link in links}
+        """Connections that stand, by descriptor."""
+        for file in self._open:
+            self._poll.register(file, select.POLLIN)
+
+    def exchange(
+        self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        """Send and receive pairs of a rank and a buffer."""
+        reads = []
+        for peer, buffer in receives:
+            if buffer.numel():
+                reads.append(_Reading([self._links[peer]], buffer.nbytes, _copier(buffer.view(torch.uint8))))
+                self.received_bytes[operation] += buffer.nbytes
+        self._transfer(tag, sends, reads)
+
+    def exchange_and_read(
+        self,
+        operation: str,
+        tag: int,
+        sends: Sequence[tuple[int, Tensor]],
+        peers: Sequence[int],
+        numel: int,
+        room: Tensor,
+        read: Read,
+    ) -> None:
+        """Read in place what comes, piece by piece; see `PeerMessages.exchange_and_read`."""
+        kind, size = room.dtype, room.dtype.itemsize
+
+        def read_bytes(piece: slice, parts: list[Tensor]) -> None:
+            read(slice(piece.start // size, piece.stop // size), [part.view(kind) for part in parts])
+
+        reading = _Reading([self._links[peer] for peer in peers], numel * size, read_bytes)
+        self.received_bytes[operation] += numel * size * len(peers)
+        self._transfer(tag, sends, [reading] if peers else [])
+        if not peers:
+            read(slice(0, numel), [])
+
+    def cut(self, everyone: Sequence[int]) -> None:
+        """Break all connections, so that a thread which waits for another process ends; none works afterwards."""
+        for link in self._links.values():
+            link.cut()
+
+    def close(self) -> None:
+        """Close all connections; memory of this process's heap stays as long as it is used."""
+        for link in self._links.values():
+            link.close()
+        self._staging = None
+
+    def _transfer(self, tag: int, sends: Sequence[tuple[int, Tensor]], reads: Sequence[_Reading]) -> None:
+        """Send everything and read everything; no rank reads this one's memory afterwards."""
+        outside = self._post(tag, sends)
+        while True:
+            for reading in reads:
+                for link in reading.advance(tag):
+                    self._send(link, message_read())
+            while outside and not any(link.unread for link in self._staged_for):
+                self._post_piece(tag, outside[0])
+                if outside[0].sent_bytes == outside[0].memory.nbytes:
+                    outside.popleft()
+            late = {link for reading in reads for link in reading.missing(tag)}
+            late |= {link for link in self._links.values() if link.unread}
+            if not late:
+                return
+            self._wait_for(late)
+
+    def _post(self, tag: int, sends: Sequence[tuple[int, Tensor]]) -> deque[_Outside]:
+        """Tell every rank what it can read at once; return what must be copied into the heap first."""
+        outside: dict[tuple[int, int], _Outside] = {}
+        for peer, buffer in sends:
+            if not buffer.numel():
+                continue
+            link, memory = self._links[peer], buffer.view(torch.uint8)
+            offset = self.heap.offset(memory)
+            if memory.nbytes <= MOST_BYTES_HERE:
+                self._send(link, message_here(tag, memory))
+            elif offset is not None:
+                link.unread += 1
+                self._send(link, message_there(tag, offset, memory.nbytes))
+            else:  # a gather sends the same to several ranks
+                outside.setdefault((memory.data_ptr(), memory.nbytes), _Outside(memory)).links.append(link)
+        return deque(outside.values())
+
+    def _post_piece(self, tag: int, outside: _Outside) -> None:
+        """Copy the next piece into the heap, and tell every rank that needs it."""
+        if self._staging is None:
+            self._staging = self.heap.allocate(STAGING_BYTES)
+        piece = outside.memory[outside.sent_bytes : outside.sent_bytes + STAGING_BYTES]
+        staged = self._staging[: piece.nbytes].copy_(piece)
+        outside.sent_bytes += piece.nbytes
+        offset = self.heap.offset(staged)
+        assert offset is not None, "it is in the heap"
+        self._staged_for = outside.links
+        for link in outside.links:
+            link.unread += 1
+            self._send(link, message_there(tag, offset, staged.nbytes))
+
+    def _send(self, link: LocalLink, text: bytes) -> None:
+        """Send a message; while the socket is full, take in what comes: the other rank may be in the same place."""
+        while not link.write(text):
+            self._poll.modify(link.fileno(), select.POLLIN | select.POLLOUT)
+            try:
+                self._wait_for({link})
+            finally:
+                if link.fileno() in self._open:
+                    self._poll.modify(link.fileno(), select.POLLIN)
+
+    def _wait_for(self, links: Collection[LocalLink]) -> None:
+        """Wait until something comes from any rank; raise `ConnectionBroken` if one of ``links`` has gone."""
+        for link in links:
+            if link.broken:
+                raise ConnectionBroken(link.peer, link.broken)
+        for file, _ in self._poll.poll():
+            link = self._open[file]
+            link.read()
+            if link.broken:
+                self._poll.unregister(file)
+                del self._open[file]
+
+
+class _Outside:
+    """Memory outside the heap, on its way to one rank or several."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.sent_bytes = memory, 0
+        self.links: list[LocalLink] = []
+
+
+class _Reading:
+    """What is read from one rank, or from several side by side."""
+
+    def __init__(self, links: Sequence[LocalLink], size: int, read: Callable[[slice, list[Tensor]], None]) -> None:
+        """``read`` is given bytes from first to last of ``size``, as they come: a slice, and each rank's part of it."""
+        self._links, self._size, self._read = links, size, read
+        self._done = 0
+
+    def missing(self, tag: int) -> list[LocalLink]:
+        """Return the connections from which more must come before anything can be read."""
+        if self._done == self._size:
+            return []
+        return [link for link in self._links if link.head(tag) is None]
+
+    def advance(self, tag: int) -> list[LocalLink]:
+        """Read what is there; return the connections whose senders must be told so."""
+        told = []
+        while self._done < self._size and not self.missing(tag):
+            heads = [head for link in self._links if (head := link.head(tag)) is not None]
+            width = min(self._size - self._done, *(head.memory.nbytes - head.read_bytes for head in heads))
+            self._read(slice(self._done, self._done + width), [_next_bytes(head, width) for head in heads])
+            self._done += width
+            told += [link for link, head in zip(self._links, heads, strict=True) if _is_over(link, head)]
+        return told
+
+
+def _next_bytes(message: Message, width: int) -> Tensor:
+    part = message.memory[message.read_bytes : message.read_bytes + width]
+    message.read_bytes += width
+    return part
+
+
+def _is_over(link: LocalLink, message: Message) -> bool:
+    """True if the message was read to its end, and its sender must be told; it is forgotten then."""
+    return message.read_bytes == message.memory.nbytes and link.pop()
+
+
+def _copier(buffer: Tensor) -> Callable[[slice, list[Tensor]], None]:
+    def copy(piece: slice, parts: list[Tensor]) -> None:
+        buffer[piece].copy_(parts[0])
+
+    return copy

@@ -1,0 +1,106 @@
+"""Decide whether the ranks talk through shared memory, and connect them: all ranks decide alike.
+
+Each rank tries, and tells the others how it went, by gloo. So no rank uses shared memory that another one cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ps_dist._local_links import LinkListener, LocalLink
+from ps_dist._local_ranks import Location
+from ps_dist._messages import PeerMessages
+from ps_dist._roster import name_ranks
+from ps_dist._shared_memory import SharedHeap
+from ps_dist._shared_messages import SharedMessages
+
+_ADDRESS_BYTES, _SHOWN_BYTES = 16, 200
+"""Bytes that a rank tells the others: where it listens, and why it cannot."""
+_TAG = 0
+"""Of messages before the first collective."""
+_SEVERAL_COMPUTERS = "the ranks do not all run on one computer"
+_ERRORS = (OSError, AttributeError, ValueError, MemoryError)
+"""What a system without shared memory raises: a call that fails or is missing, or a size that is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What all ranks decided."""
+
+    messages: SharedMessages | None
+    """Messages through shared memory; None: there are none."""
+    why_not: str = ""
+    """Why there are none, where they were wanted and would have been of use."""
+
+
+def share_memory(
+    control: PeerMessages, locations: Mapping[int, Location], rank: int, give_up: Callable[[], bool], limit_s: float
+) -> Sharing:
+    """Connect all ranks through shared memory, if all of them run on one computer where it works.
+
+    ``control``: messages of all ranks. ``give_up`` returns True once waiting for another rank is in vain.
+    """
+    if len(locations) == 1:
+        return Sharing(None)
+    if len({location.machine for location in locations.values()} | {""}) != 2:
+        return Sharing(None, _SEVERAL_COMPUTERS)
+    heap, listener, links, error = None, None, list[LocalLink](), ""
+    try:
+        heap = SharedHeap()
+        listener = LinkListener(heap, rank, len(locations))
+    except _ERRORS as failed:
+        error = describe(failed)
+    rows = _tell(control, rank, len(locations), error, b"" if listener is None else listener.address)
+    why_not = _first_error(rows)
+    if not why_not and listener is not None:
+        addresses = {peer: address for peer, (_, address) in enumerate(rows) if peer != rank}
+        try:
+            links = listener.connect(addresses, give_up, limit_s)
+        except _ERRORS as failed:
+            error = describe(failed)
+        why_not = _first_error(_tell(control, rank, len(locations), error))
+    if listener is not None:
+        listener.close()
+    if heap is not None:
+        heap.close_file()
+    if why_not or heap is None:
+        for link in links:
+            link.close()
+        return Sharing(None, why_not)
+    return Sharing(SharedMessages(rank, heap, links))
+
+
+def shared_memory_error() -> str | None:
+    """Return why processes of this computer cannot share memory, in a few words; None if they can."""
+    try:
+        heap = SharedHeap()
+        LinkListener(heap, 0, 1).close()
+        heap.allocate(1).fill_(1)
+        heap.close_file()
+    except _ERRORS as failed:
+        return describe(failed)
+    return None
+
+
+def describe(error: BaseException) -> str:
+    """Return the first line of an error, with its type where there is no line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _tell(control: PeerMessages, rank: int, ranks: int, error: str, address: bytes = b"") -> list[tuple[str, bytes]]:
+    """Exchange what went wrong on each rank, and where each listens."""
+    text = error.encode()[:_SHOWN_BYTES].ljust(_SHOWN_BYTES) + address.ljust(_ADDRESS_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    everyone = torch.empty(ranks * len(text), dtype=torch.uint8, device="cpu")
+    control.gather("connecting", _TAG, range(ranks), everyone, mine)
+    rows = [bytes(row) for row in everyone.view(ranks, -1).tolist()]
+    return [(row[:_SHOWN_BYTES].decode(errors="replace").strip(), row[_SHOWN_BYTES:]) for row in rows]
+
+
+def _first_error(rows: list[tuple[str, bytes]]) -> str:
+    """Name the ranks that failed, with the first one's error; empty: none did."""
+    failed = [rank for rank, (error, _) in enumerate(rows) if error]
+    return f"shared memory failed on {name_ranks(failed)}: {rows[failed[0]][0]}" if failed else ""

@@ -1,0 +1,180 @@
+"""Pinned host memory on the CUDA that the CPU plays: few registrations, and none made or undone between steps."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import _models as models
+from _cases import next_token, tokens
+from _fake_cuda import FakeRuntime
+from _runs import HOST
+from ps_core import AdamW, Budget, Options
+from ps_core._plan import Queue
+from ps_core._simulate.machine import Machine
+from ps_core.engine import chunked, release, statistics
+from ps_core.engine._devices.cuda import pinned_pool
+from ps_core.engine._devices.cuda.device import CudaDevice
+
+MIB = 1 << 20
+PAGE = pinned_pool._pages(1)
+
+
+def train(model: Any, optimizer: Any, steps: int, micro_batches: int = 1) -> None:
+    for index in range(steps):
+        for micro in range(micro_batches):
+            next_token(model, *tokens(10 * index + micro)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class SlowHost(CudaDevice):
+    """A device whose computer steps so slowly that plans keep on the device what fits there."""
+
+    @property
+    def machine(self) -> Machine:
+        return replace(super().machine, host_bandwidth=1e6)
+
+
+def managed(runtime: FakeRuntime, size: str, **more: Any) -> tuple[Any, Any]:
+    return chunked(
+        models.Language(tied=True), AdamW(), device=SlowHost(runtime), budget=Budget(device=size, host=HOST),
+        options=Options(group_bytes=2048), **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_nothing_is_pinned_or_unpinned_between_steps(micro_batches: int) -> None:
+    with FakeRuntime(4) as runtime:
+        model, optimizer = managed(runtime, "96KiB", accumulation_steps=micro_batches)
+        train(model, optimizer, 4, micro_batches)
+        before = runtime.hosts, runtime.unpinned
+        train(model, optimizer, 12, micro_batches)
+        assert (runtime.hosts, runtime.unpinned) == before
+        assert statistics(model).evictions > 0
+        release(model)
+
+
+def test_large_blocks_that_every_step_takes_stay_pinned() -> None:
+    """More of them than two gigabytes; nothing is written there, so the system has to find no pages."""
+    runtime = FakeRuntime()
+    device = CudaDevice(runtime)
+    for _ in range(3):
+        held = [device.host(256 * MIB) for _ in range(12)]
+        del held
+    assert (runtime.hosts, runtime.unpinned) == (12, 0)
+    device.close()
+    assert not runtime.pinned
+
+
+def test_home_slots_share_a_registration_that_is_given_back_once_all_is_on_the_device() -> None:
+    with FakeRuntime(4) as runtime:
+        model, optimizer = managed(runtime, "16MiB")
+        assert len(model.table.weight._owner.groups) > 3
+        assert (runtime.hosts, len(runtime.pinned)) == (1, 1)
+        train(model, optimizer, 3)
+        assert statistics(model).planned_passes >= 2
+        assert not runtime.pinned, "every home slot is on the device by now"
+        release(model)
+
+
+def test_registrations_end_at_a_limit_and_larger_blocks_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_pool, "_MOST_BYTES", 10 * PAGE)
+    runtime = FakeRuntime()
+    device = CudaDevice(runtime)
+    device.prepare_host([4 * PAGE, 5 * PAGE + 1, 4 * PAGE, 5 * PAGE, 30 * PAGE])
+    assert sorted(runtime.pinned.values()) == [9 * PAGE, 10 * PAGE, 30 * PAGE]
+    sizes = [30 * PAGE, 4 * PAGE, 5 * PAGE, 4 * PAGE, 5 * PAGE + 1]
+    held = [device.host(size) for size in sizes]
+    assert runtime.hosts == 3, "they are handed out in any order"
+    assert [memory.numel() for memory in held] == sizes
+    assert all(memory.data_ptr() % PAGE == 0 for memory in held)
+    del held
+    device.prepare_host(sizes)
+    assert runtime.hosts == 3, "what is free already serves"
+    device.close()
+
+
+def test_neighbours_are_joined_for_a_larger_block_and_waited_for() -> None:
+    runtime = FakeRuntime(0)
+    runtime._eagerness = 0.0
+    device = CudaDevice(runtime)
+    device.prepare_host([PAGE] * 4)
+    targets = [torch.zeros(PAGE, dtype=torch.uint8) for _ in range(2)]
+    first, second, third, last = (device.host(PAGE) for _ in range(4))
+    for target, source in zip(targets, (first, second), strict=True):
+        device.copy(Queue.H2D, target, source.fill_(7))
+    address = first.data_ptr()
+    del target, source, first, second
+    joined = device.host(2 * PAGE).fill_(9)
+    assert joined.data_ptr() == address
+    assert all(bool((target == 7).all()) for target in targets), "copies came before the next use"
+    assert (runtime.hosts, runtime.unpinned) == (1, 0)
+    del joined, third
+    larger = device.host(PAGE * 3)
+    assert runtime.hosts == 1
+    del larger, last
+    beyond = device.host(5 * MIB)
+    assert list(runtime.pinned.values()) == [5 * MIB], "the first registration was too small, and no block lay in it"
+    assert beyond.numel() == 5 * MIB
+    device.close()
+
+
+def test_blocks_never_overlap_and_memory_does_not_grow_beyond_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_pool, "_LEAST_BYTES", 0)
+    for seed in range(20):
+        random, runtime = Random(seed), FakeRuntime()
+        device = CudaDevice(runtime)
+        device.prepare_host([random.randrange(1, 6 * PAGE) for _ in range(random.randrange(8))])
+        held: dict[int, Tensor] = {}
+        most = sum(runtime.pinned.values())
+        for value in range(150):
+            if held and random.random() < 0.5:
+                chosen = random.choice(list(held))
+                assert bool((held.pop(chosen) == chosen).all()), "somebody else wrote there"
+            else:
+                held[value] = device.host(random.randrange(1, 6 * PAGE)).fill_(value)
+                used = sum(pinned_pool._pages(each.numel()) for each in held.values())
+                most = max(most, used)
+                assert used <= sum(runtime.pinned.values()) <= 2 * most + 6 * PAGE
+            if random.random() < 0.05:
+                device.trim_host()
+        assert all(bool((memory == value).all()) for value, memory in held.items())
+        held.clear()
+        device.trim_host()
+        assert not runtime.pinned
+        device.close()
+
+
+def test_blocks_that_other_threads_release_meanwhile_are_not_lost() -> None:
+    """As where the worker's thread lets go of one while the host thread looks for another."""
+    runtime = FakeRuntime(0)
+    device = CudaDevice(runtime)
+    stop = threading.Event()
+
+    def churn(value: int) -> None:
+        while not stop.is_set():
+            memory = device.host(PAGE * (1 + value)).fill_(value)
+            if not bool((memory == value).all()):
+                wrong.append(value)
+
+    wrong: list[int] = []
+    threads = [threading.Thread(target=churn, args=(value,)) for value in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(300):
+        device.host(PAGE * 4)
+        device.trim_host()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    device.trim_host()
+    assert not runtime.pinned
+    device.close()
