@@ -167,7 +167,7 @@ class ShardedResidency(Residency):
 
         def answer_if_alive(index: int, steps: int) -> torch.Tensor | None:
             found = answer()
-            return torch.empty(0, dtype=torch.uint8) if found is None else found(index, steps)
+            return torch.empty(0, dtype=torch.uint8, device="cpu") if found is None else found(index, steps)
 
         self._ask = self.together.serve(answer_if_alive)
 
