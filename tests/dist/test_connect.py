@@ -52,7 +52,30 @@ def test_what_the_doctor_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ps_dist.transports() == ("gloo", "nccl")
     monkeypatch.undo()
     here = " or ".join(ps_dist.transports())
-    assert examine()["ps_dist"] == f"{ps_dist.__version__} for CUDA by {here}"
+    works = ps_dist.shared_memory_error()
+    said = "processes share host memory" if works is None else f"processes cannot share host memory: {works}"
+    assert examine()["ps_dist"] == f"{ps_dist.__version__} for CUDA by {here}; {said}"
+
+
+def test_what_the_doctor_says_where_memory_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.memfd_create")
+    assert ps_dist.shared_memory_error() == "module 'os' has no attribute 'memfd_create'"
+    monkeypatch.undo()
+    monkeypatch.setattr("os.ftruncate", refuse)
+    assert ps_dist.shared_memory_error() == "[Errno 27] File too large"
+    monkeypatch.undo()
+    monkeypatch.setattr("socket.send_fds", refuse)
+    assert ps_dist.shared_memory_error() == "[Errno 27] File too large"
+
+
+def refuse(*args: Any) -> None:
+    """What a system says that allows no large files."""
+    raise OSError(27, "File too large")
+
+
+def test_shared_memory_is_wanted_or_not() -> None:
+    with pytest.raises(InvalidInput, match="shared_memory: expected True, False or None, found 'yes'"):
+        ps_dist.connect(shared_memory="yes")  # type: ignore[arg-type]
 
 
 def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Real gloo processes: two and four of them, the four also as two copies of two."""
+"""Real processes, with shared memory and over gloo: two and four of them, the four also as two copies of two."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from _crew import Crew, crew
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 LONG = 32_768 + 5
+WAYS = pytest.mark.parametrize("way", [{}, {"shared_memory": False}], ids=["shared", "sockets"])
+Way = dict[str, bool]
 
 
 def across_bytes(numel: int, place: int, kind: str) -> int:
@@ -21,27 +23,32 @@ def across_bytes(numel: int, place: int, kind: str) -> int:
     return 4 * mine + BYTES[kind] * (numel - mine)
 
 
+@WAYS
 @pytest.mark.parametrize("kind", BYTES)
 @pytest.mark.parametrize("numel", [1, 192, LONG])
-def test_every_shard_comes_to_every_rank(each_crew: Crew, numel: int, kind: str) -> None:
-    for received in each_crew.run(cases.gathers, numel, kind, 1):
+def test_every_shard_comes_to_every_rank(each_crew: Crew, numel: int, kind: str, way: Way) -> None:
+    for received in each_crew.run(cases.gathers, numel, kind, 1, **way):
         assert received == 2 * (each_crew.ranks - 1) * numel * BYTES[kind]
 
 
+@WAYS
 @pytest.mark.parametrize("kind", BYTES)
 @pytest.mark.parametrize(("numel", "pieces"), [(1, 1), (192, 1), (192, 3), (LONG, 1), (LONG, 7)])
-def test_sums_are_taken_in_single_precision_and_rank_order(each_crew: Crew, numel: int, pieces: int, kind: str) -> None:
-    for received in each_crew.run(cases.reduces, numel, kind, pieces, 2):
+def test_sums_are_taken_in_single_precision_and_rank_order(
+    each_crew: Crew, numel: int, pieces: int, kind: str, way: Way
+) -> None:
+    for received in each_crew.run(cases.reduces, numel, kind, pieces, 2, **way):
         assert received["reduce_scatter"] == (each_crew.ranks - 1) * numel * BYTES[kind]
         assert "replicate" not in received
 
 
+@WAYS
 @pytest.mark.parametrize("kind", BYTES)
 @pytest.mark.parametrize(("numel", "pieces"), [(1, 1), (192, 2), (LONG, 5)])
-def test_two_copies_of_two_shards(four: Crew, numel: int, pieces: int, kind: str) -> None:
-    for received in four.run(cases.gathers, numel, kind, 3, replicate=2):
+def test_two_copies_of_two_shards(four: Crew, numel: int, pieces: int, kind: str, way: Way) -> None:
+    for received in four.run(cases.gathers, numel, kind, 3, replicate=2, **way):
         assert received == 2 * numel * BYTES[kind]
-    for rank, received in enumerate(four.run(cases.reduces, numel, kind, pieces, 4, replicate=2)):
+    for rank, received in enumerate(four.run(cases.reduces, numel, kind, pieces, 4, replicate=2, **way)):
         assert received["reduce_scatter"] == numel * BYTES[kind]
         if pieces == 1:  # the last of the two sums is into fp32
             assert received["replicate"] == across_bytes(numel, rank // 2, "fp32")
@@ -53,10 +60,11 @@ def test_two_copies_of_two_shards(four: Crew, numel: int, pieces: int, kind: str
     pieces=st.integers(1, 9),
     kind=st.sampled_from(sorted(BYTES)),
     copies=st.sampled_from((1, 2, 4)),
+    way=st.sampled_from(({}, {"shared_memory": False})),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_shape_of_sum(four: Crew, numel: int, pieces: int, kind: str, copies: int) -> None:
-    four.run(cases.reduces, numel, kind, pieces, numel, **({} if copies == 1 else {"replicate": copies}))
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_shape_of_sum(four: Crew, numel: int, pieces: int, kind: str, copies: int, way: Way) -> None:
+    four.run(cases.reduces, numel, kind, pieces, numel, **({} if copies == 1 else {"replicate": copies}), **way)
 
 
 def test_numbers(each_crew: Crew) -> None:
@@ -76,8 +84,9 @@ def test_one_connection_may_outlive_another() -> None:
         joined.run(cases.joined_anew)
 
 
-def test_refusals(each_crew: Crew) -> None:
-    each_crew.run(cases.refusals)
+@WAYS
+def test_refusals(each_crew: Crew, way: Way) -> None:
+    each_crew.run(cases.refusals, **way)
 
 
 def test_what_is_begun_is_done_in_order_beside_the_computation(two: Crew) -> None:

@@ -138,7 +138,7 @@ class LinkListener:
 
     def __init__(self, heap: SharedHeap, rank: int, ranks: int) -> None:
         """Listen; raises `OSError` or `AttributeError` where there are no such sockets."""
-        self._heap, self._rank = heap, rank
+        self.heap, self._rank = heap, rank
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.address = secrets.token_bytes(16)
         self._socket.bind(b"\0ps_dist " + self.address.hex().encode())
@@ -146,21 +146,25 @@ class LinkListener:
 
     def connect(self, addresses: Mapping[int, bytes], give_up: Callable[[], bool], limit_s: float) -> list[LocalLink]:
         """Connect with every other rank; raise `OSError` if that fails, takes too long or ``give_up`` returns True."""
-        found = []
-        for peer in sorted(addresses):
-            if peer < self._rank:
-                connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                connection.settimeout(limit_s)
-                connection.connect(b"\0ps_dist " + addresses[peer].hex().encode())
-                self._greet(connection)
-                found.append(self._link(connection, give_up, limit_s))
-        for _ in [peer for peer in addresses if peer > self._rank]:
-            _wait_for(self._socket, give_up, limit_s)
-            connection = self._socket.accept()[0]
-            self._greet(connection)
-            found.append(self._link(connection, give_up, limit_s))
-        if sorted(link.peer for link in found) != sorted(addresses):
-            raise OSError(f"ranks {sorted(addresses)} were to connect, found {sorted(link.peer for link in found)}")
+        connections: list[socket.socket] = []
+        try:
+            found = []
+            for peer in sorted(addresses):
+                if peer < self._rank:
+                    connections.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    connections[-1].settimeout(limit_s)
+                    connections[-1].connect(b"\0ps_dist " + addresses[peer].hex().encode())
+                else:
+                    _wait_for(self._socket, give_up, limit_s)
+                    connections.append(self._socket.accept()[0])
+                self._greet(connections[-1])
+                found.append(self._link(connections[-1], give_up, limit_s))
+            if {link.peer for link in found} != set(addresses):
+                raise OSError(f"ranks {sorted(addresses)} were to connect, found {[link.peer for link in found]}")
+        except BaseException:
+            for connection in connections:
+                connection.close()
+            raise
         return found
 
     def close(self) -> None:
@@ -173,8 +177,8 @@ class LinkListener:
         user = _PEER_IDS.unpack(found)[1]
         if user != os.geteuid():
             raise OSError(f"a process of user {user} answered; expected user {os.geteuid()}")
-        text = _HELLO.pack(self._rank, self._heap.size_bytes)
-        socket.send_fds(connection, [text], [self._heap.file])
+        text = _HELLO.pack(self._rank, self.heap.size_bytes)
+        socket.send_fds(connection, [text], [self.heap.file])
 
     def _link(self, connection: socket.socket, give_up: Callable[[], bool], limit_s: float) -> LocalLink:
         _wait_for(connection, give_up, limit_s)

@@ -6,6 +6,7 @@ Each rank tries, and tells the others how it went, by gloo. So no rank uses shar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +16,15 @@ from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
 from ps_dist._roster import name_ranks
 from ps_dist._shared_memory import SharedHeap
-from ps_dist._shared_messages import SharedMessages
+from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
 
 _ADDRESS_BYTES, _SHOWN_BYTES = 16, 200
 """Bytes that a rank tells the others: where it listens, and why it cannot."""
 _TAG = 0
 """Of messages before the first collective."""
 _SEVERAL_COMPUTERS = "the ranks do not all run on one computer"
+_TRIAL_S = 10.0
+"""Seconds in which two threads of this process connect."""
 _ERRORS = (OSError, AttributeError, ValueError, MemoryError)
 """What a system without shared memory raises: a call that fails or is missing, or a size that is refused."""
 
@@ -74,14 +77,28 @@ def share_memory(
 
 
 def shared_memory_error() -> str | None:
-    """Return why processes of this computer cannot share memory, in a few words; None if they can."""
+    """Try shared memory between two threads of this process; return why it fails, or None if it works."""
+    listeners: list[LinkListener] = []
+
+    def send_some(rank: int) -> None:
+        links = listeners[rank].connect({1 - rank: listeners[1 - rank].address}, lambda: False, _TRIAL_S)
+        messages = SharedMessages(rank, listeners[rank].heap, links)
+        some = messages.heap.allocate(STAGING_BYTES).fill_(rank)
+        messages.exchange("trial", _TAG, [(1 - rank, some)], [(1 - rank, torch.empty_like(some))])
+        messages.close()
+
     try:
-        heap = SharedHeap()
-        LinkListener(heap, 0, 1).close()
-        heap.allocate(1).fill_(1)
-        heap.close_file()
+        for rank in range(2):
+            listeners.append(LinkListener(SharedHeap(), rank, 2))
+        with ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(send_some, rank) for rank in range(2)]:
+                done.result()
     except _ERRORS as failed:
         return describe(failed)
+    finally:
+        for listener in listeners:
+            listener.close()
+            listener.heap.close_file()
     return None
 
 

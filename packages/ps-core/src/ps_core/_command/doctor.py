@@ -26,7 +26,11 @@ _PROBES = {
     "numpy": "import numpy; print(numpy.__version__)",
     "cupy": "import cupy; print(cupy.__version__)",
     "ps_kernels": "import ps_kernels as k; print('; '.join(f'{n}: {s}' for n, s in k.backends().items()))",
-    "ps_dist": "import ps_dist as d; print(d.__version__, 'for CUDA by', ' or '.join(d.transports()))",
+    "ps_dist": (
+        "import ps_dist as d; why = d.shared_memory_error(); print(d.__version__, 'for CUDA by', "
+        "' or '.join(d.transports()) + ';', 'processes share host memory' if why is None else "
+        "f'processes cannot share host memory: {why}')"
+    ),
     "ps_models": "import ps_models; print(ps_models.__version__)",
 }
 """The code that asks each package, in a process of its own: a package may crash when it is imported."""
