@@ -35,7 +35,7 @@ class Played:
     """NCCL: whoever connects waits for the others, if need be for ever."""
 
     def __init__(self, each: ps_dist.TorchCollectives, fault: str, at_rank: int) -> None:
-        self._group, self._fault, self._is_it = each._messages._group, fault, each.mesh.rank == at_rank
+        self._group, self._fault, self._is_it = each._groups.host, fault, each.mesh.rank == at_rank
         self.dropped = 0
         self.over = Event()
         """Nobody waits any more."""

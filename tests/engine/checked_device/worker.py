@@ -70,3 +70,8 @@ class CheckedWorker:
     def synchronize(self) -> None:
         if self._last is not None:
             self._last.block()
+
+    def forget_failure(self) -> BaseException | None:
+        """Wait until everything launched is over, and return None: work that fails raises where it is launched."""
+        self.synchronize()
+        return None
