@@ -166,9 +166,7 @@ def same_work(profile: Profile) -> bool:
 
 
 MANY_ROWS = 4 * ROWS
-FASTER = replace(
-    MACHINE, matmul_flops=MACHINE.matmul_flops * 4, matmul_flops_fp32=MACHINE.matmul_flops_fp32 * 4
-)
+FASTER = replace(MACHINE, matmul_flops=MACHINE.matmul_flops * 4, matmul_flops_fp32=MACHINE.matmul_flops_fp32 * 4)
 """A moment of so many rows takes as long as one of `ROWS`."""
 
 

@@ -225,6 +225,7 @@ class PlanScheduler:
             segment = micro[min(self._passes_of_step, len(micro) - 1)]
         tracked = training is self._setup.training and self._is_watched()
         stepping = engine.stepping if training else None
+        engine.activations.release_free()  # the plan has room for these
         return PlanDriver(
             plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked, stepping=stepping
         )

@@ -65,4 +65,3 @@ class ActivationLog:
             for index in moment.takes:
                 log.take(activations[index].name, number)
         return log
-
