@@ -237,6 +237,7 @@ class PlanScheduler:
     ) -> PlanDriver:
         """Return the driver of one segment."""
         engine = self._engine
+        engine.activations.release_free()  # the plan has room for these
         return PlanDriver(
             plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked, stepping=stepping
         )
