@@ -44,10 +44,13 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of these tokens, without ends."""
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], asked: int, template: Mapping[str, Any]
+    ) -> tuple[list[int], list[bool]]:
         """Return a conversation's tokens, and for each whether it is of an answer.
 
-        Raise `ValueError` if this tokenizer cannot. (Any: as chat templates take messages.)
+        ``asked`` messages are the prompt, and all others the answer; 0: the assistant's are. ``template``: what the
+        chat template gets besides. Raise `ValueError` if this tokenizer cannot. (Any: as chat templates take messages.)
         """
 
 
@@ -56,7 +59,9 @@ class _WithoutTemplate:
 
     start: tuple[int, ...] = ()
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], asked: int, template: Mapping[str, Any]
+    ) -> tuple[list[int], list[bool]]:
         """Raise `ValueError`; see `Tokenizer`."""
         raise ValueError(
             "conversations need a chat template, which this tokenizer has not; allowed is --hf, or --tokenizer, with a "

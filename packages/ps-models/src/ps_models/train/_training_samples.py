@@ -85,7 +85,7 @@ def encoded(document: Document, chosen: Tokenizer) -> tuple[list[int], list[bool
         return ids, [True] * len(ids)
     if document.messages:
         try:
-            return chosen.encode_messages(document.messages)
+            return chosen.encode_messages(document.messages, document.asked, document.template)
         except ValueError as error:
             raise InvalidInput(f"{document.place}: {error}") from None
     asked = [*chosen.start, *chosen.encode(document.prompt.encode("utf-8", "surrogatepass")).tolist()]
