@@ -14,7 +14,7 @@ from ps_core._errors import InvalidInput
 from ps_core._units import parse_bytes
 
 Match: TypeAlias = Callable[[str, Any], bool]
-"""Told a parameter's name and the parameter (whatever the executor uses for one, hence `Any`)."""
+"""A function of a parameter's name and the parameter. (`Any`: whatever the executor uses for parameters.)"""
 
 POLICIES = ("belady", "lru", "fifo", "static")
 IN_BACKWARD = "in_backward"
@@ -26,7 +26,7 @@ class _ByName:
 
     __slots__ = ()
     _as_in: ClassVar[str]
-    """How one is written."""
+    """An example of how one is written, for errors."""
 
     def __new__(cls, *given: object, **named: object) -> Self:
         """Raise `InvalidInput` for arguments that the constructor does not know."""
@@ -54,7 +54,7 @@ class Group(_ByName):
     momentum: float | None = None
     weight_decay: float | None = None
     settings: Mapping[str, Any] | None = None
-    """Of a `TorchOptimizer`: other settings, by the names that its class has for them."""
+    """Other settings of a `TorchOptimizer`, by its class's names."""
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class _UsedByOneModel(_ByName):
 
     __slots__ = ("_user",)
     _user: tuple[str, Callable[[], bool]]
-    """The model's name, and a function that returns whether the model is still managed; unset before the first."""
+    """The model's name, and a function that returns True while the model is managed; unset before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,9 +243,9 @@ class Options(_ByName):
     group_bytes: int | str | None = None
     """Size of a group's 16-bit parameters; None: searched."""
     policy: str = "belady"
-    """Which copy goes first when room is short: belady, lru, fifo or static."""
+    """Which copy is evicted first when memory is short: belady, lru, fifo or static."""
     prefetch: int | None = None
-    """Most moves ahead of need; None: as many as memory allows."""
+    """The most moments that a fetch may be ahead of its use; None: as many as memory allows."""
     poison: bool = False
     """Fill every freed slot with not-a-number (for debugging; slow)."""
     pin: bool = True
@@ -255,9 +255,9 @@ class Options(_ByName):
     cast_inputs: bool = True
     """Cast floating-point inputs of the model to the compute precision."""
     plan_cache: str | None = None
-    """Directory where the choices behind plans are kept from run to run; None: not kept."""
+    """Folder that keeps the choices behind plans from run to run; None: not kept."""
     machine: str | None = None
-    """What to plan for: a built-in machine's name or a TOML file; None: the one that is most like this."""
+    """The machine to plan for: a built-in name or a TOML file; None: the one most like this one."""
     step: str = "after_backward"
     """When groups are stepped: after_backward, or in_backward: as soon as a group's gradient is complete."""
 

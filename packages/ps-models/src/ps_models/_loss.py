@@ -31,7 +31,7 @@ from ps_models._config import DecoderConfig
 from ps_models._tiled_loss import add_product, check_labels, tiled_loss
 
 IGNORED = -100
-"""The label of a token that has no part in the loss."""
+"""The label of a token that does not count in the loss."""
 
 
 def next_labels(labels_bl: Tensor) -> Tensor:

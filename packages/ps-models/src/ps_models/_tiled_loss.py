@@ -24,7 +24,7 @@ from torch.nn import functional
 from ps_core import InvalidInput
 
 _ELSEWHERE = -1
-"""The label of a token whose word is another tile's, or that does not count."""
+"""The label of a token whose word is in another tile, or that does not count."""
 
 
 def tiled_loss(x_nh: Tensor, tables: Sequence[Tensor], labels_n: Tensor, *, ignored: int, rows: int) -> Tensor:

@@ -17,7 +17,7 @@ SEVERAL = (
     "several processes do not follow this plan: they agree on collectives as they run, and move what there is room "
     "for to the GPU after the first steps, so memory and time will differ"
 )
-"""Of a plan for several GPUs; docs/distributed.md has the rest."""
+"""The note on plans for several GPUs; docs/distributed.md has the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Case:
     subject: Subject
     training: Training
     assumed: tuple[str, ...] = ()
-    """What nobody said, and was taken to be so."""
+    """Values that the user did not give, and that were assumed."""
 
     @property
     def model(self) -> str:

@@ -24,9 +24,9 @@ from ps_core._simulate.machine import Machine
 
 _STREAM_STRIDES = (16, 8, 4, 2, 1)
 _GRID = 4
-"""Points of the first look at how many groups to keep resident."""
+"""Number of evenly spaced trials of how many groups to keep resident."""
 _SAME = 1.02
-"""Step times this near are equal: moved bytes decide."""
+"""Step times within this factor count as equal: moved bytes decide."""
 
 Score = tuple[float, int]
 """Predicted seconds a step, and moved bytes."""
@@ -60,7 +60,7 @@ class Scorer:
         self._policy = policy
         self._issuing = Issuing(program, tiers, machine, ranks_per_node, in_backward=in_backward)
         self._passes: dict[tuple[int, SegmentName], Priced] = {}
-        """By resident groups. Where groups step changes nothing in them."""
+        """Costs of segments by the number of resident groups, which alone decides them."""
         self._known: dict[tuple[int, int], Score | NoRoom] = {}
         self._floor_s = float("inf")  # no placement has the compute queue do less
 

@@ -15,7 +15,7 @@ from ps_core._errors import PlanMismatch
 from ps_core._plan import Instr, Queue, Run, Segment, Step
 
 LINKS = frozenset({Queue.H2D, Queue.D2H, Queue.DISK_R, Queue.DISK_W})
-"""Queues that the processor launches on where it plays the accelerator."""
+"""Queues on which the thread of an emulated accelerator launches."""
 
 
 def play(segment: Segment, seconds: list[float], thread_s: list[float]) -> tuple[list[float], float]:

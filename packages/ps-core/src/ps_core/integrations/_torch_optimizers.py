@@ -24,7 +24,7 @@ _NUMBERS = {
     torch.optim.SGD: ("lr", "momentum", "weight_decay"),
 }
 _VARIANTS = ("amsgrad", "maximize", "nesterov", "dampening")
-"""Settings that the engine's own AdamW, Adam and SGD do not have; with them a step is PyTorch's code."""
+"""Settings that the engine's own AdamW, Adam and SGD lack; with them PyTorch's code steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class ManagedSettings:
 
     budget: Budget = field(default_factory=Budget)
     device: str = "auto"
-    """As for `chunked`; ``"auto"``: see `device_for`."""
+    """The device, as for `chunked`; ``"auto"``: see `device_for`."""
     precision: str = "bf16"
     options: Options = field(default_factory=Options)
     accumulation_steps: int = 1

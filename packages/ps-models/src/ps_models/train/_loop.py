@@ -64,7 +64,7 @@ class Loop:
         self.moved_bytes: Counter[str] = Counter()
         """Bytes moved by link in this call's steps, without validations."""
         self.not_finite = ""
-        """Which loss was NaN or infinite, so that training stopped, and what to try; empty: none was."""
+        """The loss that was NaN or infinite, so that training stopped, and what to try; empty: none was."""
         self.memory = MemoryMeasurement(self.model) if self._ranks.size == 1 else None
         """Measures the last step; None with several ranks."""
         self._saved = 0

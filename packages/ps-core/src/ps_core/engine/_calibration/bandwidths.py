@@ -15,7 +15,7 @@ from ps_core.engine._calibration.probes import Probe
 
 _CPU = torch.device("cpu")
 _PARAMETERS = 2**24
-"""Of the optimizer step: far more than caches hold, on a computer; a device takes eight times as many."""
+"""Parameters of the measured step on a CPU, far more than caches hold; a device has eight times as many."""
 _BLOCK_BYTES = 2**26
 _SMALL_BYTES, _SMALL_COPIES = 4096, 50
 _DISK_BYTES = 2**28

@@ -19,7 +19,7 @@ _LENGTH = 64
 _HEAD = 64
 _TOKENS = 512
 _WIDTHS = (32, 192, 512)
-"""A model that hardly computes, one where elements count, and one where products do."""
+"""Widths of a model that hardly computes, of one where elements count, and of one where products do."""
 _DEVICE_WIDTH, _DEVICE_BLOCKS = 384, 4
 _DEVICE_TOKENS = (4096, 12288)
 

@@ -54,7 +54,7 @@ class Engine:
         self.groups = groups = parts.residency.groups
         self.records = sorted((record for group in groups for record in group.tensors), key=lambda record: record.index)
         self.resident = store.resident
-        """Nothing ever moves."""
+        """True if nothing ever moves."""
         self.loss_scale = loss_scale
         self.constant_bytes = constant_bytes
         """Non-model data that is always on the compute tier: buffers, parameters outside the chunks."""
@@ -68,7 +68,7 @@ class Engine:
         self.access = access = ParameterAccess(parts, self.passes, self.records, self._deciding, self.usability)
         self.saved, self.tables = access.saved, access.tables
         self.call, self.arrive, self.deliver = access.call, access.arrive, access.tables.deliver
-        """What parameters ask most often (`_parameters.managed_parameter.ParameterOwner`)."""
+        """The methods that parameters call most often (`_parameters.managed_parameter.ParameterOwner`)."""
         self.user_gradients = UserGradients(
             self.residency,
             self.gradients,
@@ -78,7 +78,7 @@ class Engine:
             finish_pass=self.finish_pass,
         )
         self.activations = ActivationSlots(store, counters, self.passes.nonmodel)
-        """Slots in the host's memory for offloaded activations."""
+        """Slots in host memory for offloaded activations."""
         self.masters = Masters(
             self.records,
             lambda record: self.updater.read_while_loading(record, Kind.P32),

@@ -69,9 +69,9 @@ class InstructionExecutor:
         self._places: dict[int, tuple[int, int]] = {}
         """Tier and address of the slots that the plan reserved, by the plan's numbers."""
         self._staged: dict[ParamGroup, tuple[Slot, list[ParamState]]] = {}
-        """Gradients in a slot of their own, on their way to the accumulators."""
+        """Gradients in slots of their own, before they are added to the accumulators."""
         self._flat: dict[ParamGroup, torch.Tensor] = {}
-        """Those slots as vectors, while the moment lasts: slots do not move meanwhile."""
+        """These slots as vectors, within a moment: slots do not move meanwhile."""
         self._settings_of: SettingsOf | None = None
         self._factor = 1.0
         self._handlers: dict[type, Callable[[Instr, Any], None]] = {
@@ -86,7 +86,7 @@ class InstructionExecutor:
             Cast: self._cast,
         }
         self.moment = -1
-        """The moment that the model has come to."""
+        """The moment that the model has reached."""
 
     def reach(self, moment: int) -> None:
         """Note which moment the model has reached."""

@@ -40,7 +40,7 @@ class ParameterAccess:
         self._passes, self._records, self._deciding, self._usability = passes, records, deciding, usability
         self._residency, self._gradients, self._stepping = parts.residency, parts.gradients, parts.stepping
         self._resident = parts.residency.store.resident
-        """Nothing ever moves."""
+        """True if nothing ever moves."""
         self.saved = SavedTensors(self, self._residency.owners, passes.count)
         self.tables = HostTables(
             passes,

@@ -40,7 +40,7 @@ from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
 
 _INDEX, _GRADS = attrgetter("index"), attrgetter("grads")
 _graph_task = torch._C._current_graph_task_id
-"""Returns the number of the backward pass that this thread works for; -1: there is none."""
+"""Return the number of the backward pass that this thread works for; -1: there is none."""
 
 
 class PassTracker:
@@ -61,10 +61,10 @@ class PassTracker:
         self._constant_bytes = constant_bytes
         self._resident = self._store.resident
         self._task = -1
-        """The backward pass that is on, as autograd numbers them."""
+        """Autograd's number of the running backward pass."""
         self.threads = PassThreads()
         self._around = -1
-        """The backward pass that the present pass began its forward in (in a hook); -1: it began in none."""
+        """The backward pass in which the present pass began its forward (in a hook); -1: none."""
         self.counting = False
         """True while non-model bytes may be counted: they cannot be stopped everywhere, see `stop_counting`."""
         self.nonmodel = self._store.device.nonmodel_bytes()
@@ -72,19 +72,19 @@ class PassTracker:
         self.driver: PassDriver = self.demand
         self.scheduler = scheduler
         self.moment = 0
-        """Grows with every moment; never the same in forward and in backward."""
+        """Serial number of the moment; never the same in forward and in backward."""
         self.outside = True
         """True if the root module's forward is not running: memory that a call returns belongs to the caller."""
         self.gradient_passes = 0
-        """Number of training passes that brought gradients, so far."""
+        """Number of training passes with gradients so far."""
         self.broke_off = False
         """True if an exception ended the last pass; `finish` sets it."""
         self.recording: PassRecording | None = None
-        """The recording of the pass that is on; None between passes."""
+        """The recording of the present pass; None between passes."""
         self.current: MomentRecord | None = None
-        """The moment that is on; None between passes, and before a pass's first."""
+        """The present moment; None between passes, and before a pass's first."""
         self.observer: Callable[[MomentRecord, bool], None] | None = None
-        """See `observe`."""
+        """The function that each moment's end calls; see `observe`."""
 
     def observe(self, observer: Callable[[MomentRecord, bool], None] | None) -> None:
         """Call ``observer`` as each moment ends, with True for a pass's first; None: call nothing."""

@@ -49,15 +49,15 @@ class PlanDriver:
         self._store, self._device = residency.store, residency.store.device
         self._executor = InstructionExecutor(plan, self._segment, residency, gradients, counters)
         self.place_gradient = self._executor.place_gradient
-        """Puts a gradient where the plan has room for it; returns False if it has none."""
+        """Put a gradient where the plan has memory for it; return False if it has none."""
         self._begun = 0
         """How many moments of the segment have begun."""
         self._running: Instr | None = None
-        """The moment that is on."""
+        """The present moment."""
         self._waits = {} if self._store.synchronous else self._segment.waits
         self._recorded = frozenset[int]() if self._store.synchronous else self._segment.recorded
         self._events: dict[int, Event] = {}
-        """By instruction: the event behind it."""
+        """The event behind each instruction."""
         self._stepping = stepping
         self._early = {} if stepping is None else self._segment.early
         self._worker = None if self._store.synchronous else self._device.worker
@@ -65,7 +65,7 @@ class PlanDriver:
             residency.transfers.begin_segment()
         waits_on_threads = self._store.file is not None or (self._worker is not None and self._uses(self._worker))
         self._order = IssueOrder(self._segment, self._would_block) if waits_on_threads else None
-        """Works out what to issue as other threads get on; None: there is none, and it is known already."""
+        """Chooses what to issue by other threads' progress; None: there are no such threads, the order is fixed."""
         if self._segment.moments:
             self._store.arena.return_pages(plan.arena_end)
         if counters.recorder is not None:

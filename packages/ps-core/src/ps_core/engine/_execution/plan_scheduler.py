@@ -43,7 +43,7 @@ from ps_core.engine._tracing.first_pass import (
 from ps_core.engine._tracing.pass_recording import PassRecording
 
 _WATCHED_EVERY = 32
-"""One in so many planned passes has its non-model bytes measured: every operator is seen, or PyTorch's peak reset."""
+"""The non-model bytes of one in so many planned passes are measured, which costs time."""
 
 
 class PlanScheduler:
@@ -71,9 +71,9 @@ class PlanScheduler:
         """The batch of the last pass that a driver was chosen for."""
         self._found: tuple[PassRecording, BatchShape] | None = None
         self._before_step = 0
-        """Number of passes that had brought gradients before this step's first."""
+        """Number of passes with gradients before this step's first."""
         self._seen: tuple[list[Any], BatchShape] = [], BatchShape()
-        """Shapes and types of the last call's arguments, and the batch they are."""
+        """Shapes and types of the last call's arguments, and their batch shape."""
         self._tried = False
         """True if the first pass was tried with fake tensors."""
         self._estimated = False

@@ -21,11 +21,11 @@ SMALL_COMPUTER = Machine(
     collective_bandwidth=5e9,
     internode_bandwidth=1e9,
 )
-"""Rates of a small computer whose CPU plays the accelerator: what an emulated device is planned with."""
+"""Rates of a small computer, with which emulated devices are planned."""
 ONE_THREAD = replace(SMALL_COMPUTER, played_copy_bandwidth=10e9)
-"""The small computer without overlap: no two operations run at once, so a move that can be spared never pays."""
+"""The small computer without overlap: no two operations run at once, so unnecessary moves never pay."""
 _ROOMY = 0.9
-"""Everything fits where this part of the first tier is enough: a pass may take more than was planned."""
+"""Everything fits if it needs no more than this fraction of the first tier: a pass may exceed the plan."""
 
 
 def emulated_on(homes_bytes: int, nonmodel_bytes: int, capacity_bytes: int) -> Machine:

@@ -35,9 +35,9 @@ class StateDicts:
         self._end_pass, self._check_writes = end_pass, check_writes
         self.copies = StateCopies()
         self._making = 0
-        """State dicts being made, one within another: parameters answer with copies."""
+        """State dicts under construction, one within another: parameters are read as copies."""
         self._loading: tuple[object, object] | None = None
-        """The load that is on, by the module that it began with and PyTorch's list of its missing keys."""
+        """The running load: the module that it began with, and PyTorch's list of its missing keys."""
         self.open = False
         """True while a state dict is made or loaded, or if one was broken off: then call `forget`."""
 

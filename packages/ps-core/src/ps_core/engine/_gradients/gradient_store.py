@@ -50,7 +50,7 @@ class GradientStore:
         self._overwrites = overwrites
         self._one_tier = residency.store.resident
         self.pending: dict[ParamState, None] = {}
-        """Parameters whose gradients go over their weights later; some may have gone elsewhere since."""
+        """Parameters whose gradients are to overwrite their weights later; some may have moved since."""
         self.sums = GradientSums(residency, self._tier_of_sums)
 
     # Arrival.

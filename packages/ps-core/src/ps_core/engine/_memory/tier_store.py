@@ -23,11 +23,11 @@ from ps_core.engine._memory.slot_cache import SlotCache
 from ps_core.engine._support.counters import ByteLedger
 
 POISON = 0xFF
-"""Fills freed memory where asked to: not-a-number in every precision."""
+"""The byte that fills freed memory on request: not-a-number in every precision."""
 
 _OFFSET = attrgetter("offset")
 _PIECE_BYTES = 2**20
-"""Bytes that `Arena.shift` copies at a time, by way of other memory."""
+"""Bytes that `Arena.shift` copies at a time, through other memory."""
 
 
 class TierStore:
@@ -52,12 +52,12 @@ class TierStore:
         if file is not None:
             device.attach(file)
         self.synchronous = device.synchronous
-        """Nothing is ever under way when a call returns."""
+        """True if all work is over when a call returns."""
         disk_queues = DISK_QUEUES if file is not None else ()
         waits_for_collectives = shared and not device.has_collective_stream  # [Note: two threads] in `_sharding`
         collective_queues = (Queue.COLL,) if waits_for_collectives else ()
         self.queues = (Queue.COMPUTE, Queue.H2D, Queue.D2H, *disk_queues, *collective_queues)
-        """Queues on which work may be under way."""
+        """Queues on which work may run."""
         self.tiers = tiers
         self.given = given or UserLimits()
         self.resident = len(tiers) == 1 and not shared
@@ -68,7 +68,7 @@ class TierStore:
         self.arena = Arena(device, top.capacity_bytes, exists=len(tiers) > 1, host=top.name == "host", poison=poison)
         self.spare = SlotCache()
         self._leaving: list[WorkEvent] = []
-        """Behind the work on host memory that was released before the work was over."""
+        """Ends of the work on host memory that was released before the work was over."""
 
     @property
     def limits(self) -> TierBudget:
@@ -240,7 +240,7 @@ class Arena:
         self.exists = exists
         self._returns_pages = exists and host and not poison
         self._slots: list[Slot] = []
-        """In order of address."""
+        """Slots in order of address."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         if exists:
             self._memory = self._block(capacity_bytes if device.overcommits else 0)

@@ -42,9 +42,9 @@ class StateEntry:
 
     steps: int
     states: dict[Kind, torch.Tensor]
-    """Empty: as before the first step."""
+    """The states; empty: as before the first step."""
     master: torch.Tensor | None
-    """None: the parameter keeps the one it has."""
+    """The master; None: the parameter keeps its own."""
     scalars: Scalars = ()
 
 

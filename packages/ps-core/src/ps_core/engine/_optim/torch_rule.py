@@ -26,9 +26,9 @@ from ps_core._program import STATES, Kind
 from ps_core.engine._optim.settings import Progress, Scalars
 
 FREE = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""The settings that change how torch computes a step, and not the result."""
+"""Settings that change how PyTorch computes a step, and not the result."""
 PIECE_NUMEL, PIECE_NUMEL_ON_CARD = 2**18, 2**22
-"""Elements of a piece. On the CPU they stay in its cache; on a card each piece costs a few launches."""
+"""Elements of a piece. On the CPU they stay in its cache; on CUDA each piece costs a few launches."""
 _SIDE, _TRIALS = 16, 3
 """Rows and columns of the matrix, and steps, that a class is tried with."""
 _RESERVED = ("masters", "weights", "buffers", "extra", "master")
@@ -107,11 +107,11 @@ class TorchStepper:
         whole = self._call("made", lambda: kind([parameter], **given))
         self.defaults = {key: value for key, value in whole.param_groups[0].items() if key != "params"}
         self.names: tuple[str, ...] = ()
-        """Of all values that are kept for a parameter."""
+        """Names of all values that are kept for a parameter."""
         self.states: tuple[str, ...] = ()
-        """Of those that have the parameter's shape."""
+        """Names of those with the parameter's shape."""
         self.scalars: dict[str, torch.dtype | type] = {}
-        """Of those that are one value, and its type."""
+        """Names of single values, and their types."""
         self._try(parameter)
 
     def __repr__(self) -> str:
@@ -200,7 +200,7 @@ class TorchSettings:
     stepper: TorchStepper
     values: tuple[tuple[str, Any], ...]
     places: tuple[tuple[str, int], ...]
-    """Which row after the master each state is."""
+    """The row of each state, counted after the master."""
 
     def step(
         self,

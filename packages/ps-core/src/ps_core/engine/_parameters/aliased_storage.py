@@ -30,7 +30,7 @@ class _Range(NamedTuple):
     """The bytes between the first and the last element of a tensor."""
 
     memory: tuple[str, int]
-    """Addresses of different memories say nothing about each other."""
+    """The tensor's memory: addresses of different memories cannot be compared."""
     start: int
     stop: int
 

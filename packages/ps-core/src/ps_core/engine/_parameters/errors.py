@@ -262,7 +262,7 @@ class Suggestion(NamedTuple):
     """Something to change in a model before `chunked`."""
 
     code: str
-    """Empty: there is none that would do for any model."""
+    """The code to write; empty: none is right for every model."""
     text: str
 
 

@@ -28,7 +28,7 @@ class Residency:
         self.owners: dict[int, ParamState] = {}
         """The parameter that each bound storage belongs to, by the address of the StorageImpl."""
         self.tampered: list[ParamState] = []
-        """Parameters whose changes in place were lost when they left; the next error names them."""
+        """Parameters whose changes in place were lost when they were evicted; the next error names them."""
         self.exposed = ExposedParameters(self)
 
     # Parameters.

@@ -37,7 +37,7 @@ class SlotMoves(Protocol):
     """Protocol of the residency of the parameters' slots, as these checks use it."""
 
     tampered: list[ParamState]
-    """Parameters whose changes in place are lost, and not yet told of."""
+    """Parameters whose changes in place were lost and are not reported yet."""
 
     @property
     def store(self) -> TierStore:
@@ -60,7 +60,7 @@ class ExposedParameters:
     def __init__(self, residency: SlotMoves) -> None:
         self._residency = residency
         self.bounds: dict[int, tuple[ParamState, SlotView, torch.Tensor | None]] = {}
-        """By the address of the storage; empty in ordinary training, which has to ask nothing else."""
+        """Exposed views by storage address; empty in ordinary training, where nothing needs a check."""
 
     def add(self, record: ParamState) -> None:
         """Note that code outside of the model has, or had, the memory where a parameter is now."""

@@ -31,7 +31,7 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 _MAIN = threading.main_thread().ident
 _ENTRY_CODE: set[CodeType] = set()
-"""Code of functions that defer interrupts, or deliver deferred ones: at its first instruction it does not run yet."""
+"""Code of functions that defer or raise interrupts: at its first instruction such a function does not run yet."""
 _CALLBACK_CODE: set[CodeType] = {weakref.finalize.__call__.__code__}
 """Code of callbacks, whose exceptions Python prints and forgets."""
 
@@ -44,9 +44,9 @@ class _State:
     def __init__(self) -> None:
         self.depth = 0
         self.users = 0
-        """Number of passes, and of functions that install it, which need our handler."""
+        """Number of passes and functions that need the engine's handler."""
         self.put = False
-        """True if our handler was put in, and has not been taken out since."""
+        """True if the engine's handler is installed."""
         self.came: list[FrameType | None] = []
         self.before: Callable[[int, FrameType | None], Any] | None = None
 

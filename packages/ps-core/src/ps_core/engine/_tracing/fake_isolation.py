@@ -30,9 +30,11 @@ import torch
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker, pop_user_modes, push_modes
 
 WAIT_S = 60.0
-"""Without an end, a model whose code waits for another thread's first pass would never go on."""
+"""Seconds to wait for another thread's fake pass: a model whose code waits for that thread would wait for ever."""
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
-"""Writes the traceback of every operator that refuses fake tensors, also where the caller handles it."""
+"""PyTorch's logger of operators that refuse fake tensors, which writes tracebacks even if the caller handles the
+error.
+"""
 
 
 def _say_nothing(_: logging.LogRecord) -> bool:

@@ -23,19 +23,19 @@ class MomentRecord:
 
     backward: bool
     reads: tuple[int, ...]
-    """Groups whose weights the moment was begun for."""
+    """Groups whose weights began the moment."""
     grad_groups: tuple[int, ...]
-    """Groups it was begun for because a gradient arrived."""
+    """Groups whose gradients began the moment."""
     held: tuple[int, ...] = ()
     """Parameters whose memory has had live aliases since the moment before."""
     name: str = ""
     touched: dict[int, None] = field(default_factory=dict)
-    """Tensors, in order."""
+    """Tensors in order of use."""
     grads: dict[int, None] = field(default_factory=dict)
     """Tensors whose gradients arrived."""
     nonmodel_bytes: int = 0
     work: Amounts | None = None
-    """Operations as a fake pass counted them; None: to be guessed."""
+    """Operations as a fake pass counted them; None: to be estimated."""
 
 
 @dataclass(slots=True)
@@ -44,11 +44,11 @@ class PassRecording:
 
     moments: list[MomentRecord] = field(default_factory=list)
     regular: bool = True
-    """One forward, then one backward, and nothing in between."""
+    """True for one forward, then one backward, and nothing in between."""
     training: bool = True
     """True if the pass was to have a backward pass."""
     overrun: bool = False
-    """A moment took more of the compute tier than its plan had left for it."""
+    """True if a moment took more of the compute tier than its plan had left for it."""
 
     @property
     def ends_backward(self) -> bool:

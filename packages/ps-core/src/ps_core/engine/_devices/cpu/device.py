@@ -38,7 +38,7 @@ class CpuDevice:
         self.overcommits, self.has_collective_stream = True, False
         self.machine = None
         self.synchronous = True
-        """Until there is a disk."""
+        """True until there is a disk."""
         self._events = [CpuEvent(queue) for queue in Queue]
         self._disk = DiskQueues()
 

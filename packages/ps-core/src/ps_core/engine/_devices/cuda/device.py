@@ -47,7 +47,7 @@ class CudaEvent:
     def __init__(self, queue: Queue, raw: RawEvent | None, pool: list[RawEvent]) -> None:
         self._queue, self._pool = queue, pool
         self.raw = raw
-        """None: there is nothing to wait for."""
+        """The CUDA event; None: there is nothing to wait for."""
 
     @property
     def queue(self) -> Queue:
@@ -77,7 +77,7 @@ class CudaDevice:
         self._runtime = runtime
         self._streams: dict[Queue, Stream] = {queue: runtime.stream() for queue in (Queue.H2D, Queue.D2H, Queue.COLL)}
         self._last: dict[Queue, CudaEvent | None] = dict.fromkeys((Queue.H2D, Queue.D2H))
-        """Behind all that one of these was given; None: it was given more since."""
+        """The last event of each queue; None: work was launched behind it."""
         self._compute: Stream | None = None
         self._pool: list[RawEvent] = []
         self._timing_events: list[RawEvent] = []

@@ -84,7 +84,7 @@ class DiskStreams:
         self._told = False
         """True if the host thread knows of the failure."""
         self._pending: deque[_Transfer] = deque()
-        """Those that may not be done, in order of launch."""
+        """Transfers that may not be done, in order of launch."""
         tasks: SimpleQueue[_IoTask | None] = SimpleQueue()
         rooms = [(_run_queue, (jobs, file, tasks)) for jobs in self._jobs.values()] + [
             (_run_worker, (tasks,))

@@ -36,9 +36,9 @@ from ps_core.engine._parameters.meta_init.tape import Tape
 INITIALISERS = ("reset_parameters", "_reset_parameters", "initialise")
 HUGGING_FACE = ("config", "initialize_weights", "_init_weights")
 STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
-"""Their layers are copies of one."""
+"""Modules whose layers are copies of one."""
 BUILT_OTHERWISE = (nn.AdaptiveLogSoftmaxWithLoss,)
-"""Their constructors do not call their initialisers."""
+"""Modules whose constructors do not call their initialisers."""
 SUGGESTION = "give the module a reset_parameters() that fills it, or build the module on the CPU"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -53,7 +53,7 @@ class ConstructorRecorder:
         self._alive: list[Any] = []
         """References that keep the ids and storages named here from being reused."""
         self._entered: dict[int, int] = {}
-        """Modules, numbered as they come."""
+        """Modules, numbered in order of their visit."""
         self._filled: dict[int, int] = {}
         """The number of the first module that filled a parameter."""
         self._done: set[int] = set()
