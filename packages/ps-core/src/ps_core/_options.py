@@ -221,7 +221,7 @@ def check_unused(budget: Budget, model_name: str) -> None:
         return
     other, is_managed = user
     if is_managed():
-        gc.collect()  # a reference cycle, as of an exception that is kept, may be all that keeps the other model alive
+        gc.collect()  # a reference cycle, as of a stored exception, may keep the other model alive
     if is_managed():
         raise InvalidInput(
             f"the Budget given to {model_name} is in use by another model, {other}, that is still managed: give each a "
@@ -327,7 +327,7 @@ def _check_groups(groups: object) -> tuple[Group, ...]:
 def _check_takes_two(match: Match) -> None:
     try:
         signature = inspect.signature(match)
-    except ValueError:  # some that are written in C
+    except ValueError:  # some functions in C have no signature
         return
     try:
         signature.bind("name", None)

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InvalidInput as error:
         return _fail(BAD_INPUT, error)
     except (PatrickStarError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # whoever read our output has gone: nothing is left to say to it
+        if isinstance(error, BrokenPipeError):  # the output's reader has gone: write nothing more
             silence(sys.stdout)
             return FAILED
         return _fail(FAILED, error)

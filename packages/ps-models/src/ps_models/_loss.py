@@ -140,7 +140,7 @@ class _ChunkedLoss(Function):
                 "expected a loss over whole logits; set loss_chunk_tokens=None"
             )
         count, *found = ctx.saved_tensors
-        scale = gradient / count.clamp(min=1)  # where no token counts, the loss is not a number, but nobody's gradient
+        scale = gradient / count.clamp(min=1)  # without a token that counts the loss is nan, but gradients are zero
         left = iter(found)
         return (*(next(left) * scale if wanted else None for wanted in ctx.wanted), None, None, None)
 

@@ -49,7 +49,7 @@ def check_labels(labels_n: Tensor, vocabulary: int, ignored: int) -> None:
     if type(labels_n) is not Tensor:
         return  # a fake pass has no values
     wrong_n = (labels_n != ignored) & ((labels_n < 0) | (labels_n >= vocabulary))
-    if labels_n.device.type != "cpu":  # where nobody waits for the answer
+    if labels_n.device.type != "cpu":  # on a device the host must not wait for the check
         torch._assert_async(~wrong_n.any(), f"a label is out of bounds: expected 0 to {vocabulary - 1}")
     elif wrong_n.any():
         raise IndexError(

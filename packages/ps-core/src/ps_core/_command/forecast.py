@@ -323,7 +323,7 @@ def trace_of(subject: Subject, training: Training, *, offload: bool) -> Trace:
     subject = model_of(subject, training)
     if isinstance(subject, Trace):
         return subject
-    # Also where it changes nothing: a model that cannot have it would be refused by whoever builds it.
+    # Also if the options have no effect: building a model that cannot have them would fail.
     check_apart(subject, head_tiles=training.head_tiles, cpu_embedding=training.cpu_embedding)
     return analytic_trace(subject, training.workload(offload=offload))
 

@@ -62,7 +62,7 @@ class Scorer:
         self._passes: dict[tuple[int, SegmentName], Priced] = {}
         """Costs of segments by the number of resident groups, which alone decides them."""
         self._known: dict[tuple[int, int], Score | NoRoom] = {}
-        self._floor_s = float("inf")  # no placement has the compute queue do less
+        self._floor_s = float("inf")  # the least step time of any placement: the compute queue's work
 
     def placement(self, resident: int, stride: int) -> Placement:
         """Place the first groups resident; of the others, every ``stride``-th steps on the compute tier (0: none).
@@ -123,7 +123,7 @@ class Scorer:
         if len(self.tiers) == 1:
             return len(sizes), len(sizes)
         needed = lower_bounds(self.program, self.tiers)[0].needed_bytes
-        if self._next_is_disk:  # what a moment uses is then among what stays
+        if self._next_is_disk:  # then whatever a moment uses is resident
             needed = max((visit.nonmodel_bytes for visit in self.program.visits), default=0)
         above = self.tiers[0].capacity_bytes - needed
         most = 0

@@ -133,7 +133,7 @@ class Search:
             placement = scorer.placement(found.resident, found.stride)
             try:
                 plan = make_plan(make_frame(scorer.program, self._tiers, placement, self._setup.policy))
-            except NoRoom as refusal:  # in a segment that scoring leaves out
+            except NoRoom as refusal:  # raised by a segment that scoring leaves out
                 scorer.refuse(found, refusal)
             else:
                 return _checked(scorer.program, plan, self._machine, self._setup, placement)

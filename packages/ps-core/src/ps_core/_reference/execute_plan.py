@@ -279,7 +279,7 @@ class _Reference:
 
     def _check_end(self, process: Process, leg: Leg) -> None:
         if process.lifecycle is None:
-            return  # the next segment may have changed home already; it checks what it reads
+            return  # the next segment may have changed home slots already, and checks what it reads
         self._check_home(process, leg)
         process.lifecycle.end(leg.name)
 

@@ -55,7 +55,7 @@ class _Walk:
                 self._issue(place, instr)
                 moved = True
                 if queue is Queue.CPU or isinstance(instr.op, Step):
-                    break  # the thread has worked for a while, and copies may wait for what it did
+                    break  # this took time: first issue copies that wait for it
         return moved
 
     def next_moment(self) -> bool:

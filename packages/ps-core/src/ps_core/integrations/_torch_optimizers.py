@@ -115,7 +115,7 @@ def _spec_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     if len(decoupled) > 1:
         raise InvalidInput("decoupled_weight_decay differs between param_groups; the engine has one for all of them")
     if decoupled == {True}:
-        kind = torch.optim.AdamW  # which torch.optim.Adam is then
+        kind = torch.optim.AdamW  # Adam with decoupled_weight_decay is AdamW
     numbers = [_numbers(kind, group) for group in optimizer.param_groups]
     groups = tuple(
         Group(match=_Members(group["params"]), **own)

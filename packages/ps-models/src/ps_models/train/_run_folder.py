@@ -216,7 +216,7 @@ class RunFolder:
 
 
 def _differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    defaults = TrainOptions().identity  # of options that are newer than the run
+    defaults = TrainOptions().identity  # for options that are newer than the run
     for name, value in own["options"].items():
         before = found["options"].get(name, defaults[name])
         if before != value:

@@ -56,7 +56,9 @@ class HostTraffic:
 
     def _run(self) -> None:
         up, down, _ = self._links.probes
-        block_bytes = _BLOCK_BYTES * (1 if self._device.type == "cuda" else 2)  # the device's side is the host's too
+        block_bytes = _BLOCK_BYTES * (
+            1 if self._device.type == "cuda" else 2
+        )  # on the CPU both sides of a copy are host memory
         moved_bytes, start = 0, time.perf_counter()
         with ThreadPoolExecutor(1) as pool:  # the step lets go of the interpreter's lock
             step = pool.submit(self._step.probe.work)

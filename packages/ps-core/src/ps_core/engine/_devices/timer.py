@@ -38,7 +38,7 @@ class HostTimer:
         noted = NotedTime()
         if self._disk.serve(queue):
             self._disk.streams.wait_for(queue, noted.note)
-            self._disk.streams.record(queue)  # which launches an empty piece of work, for there is a wait
+            self._disk.streams.record(queue)  # launches an empty piece of work behind the wait
         else:
             noted.note()
         return noted.read

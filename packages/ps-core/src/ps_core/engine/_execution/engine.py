@@ -119,7 +119,7 @@ class Engine:
                 return
         self.access.check_unchanged(self.records)
 
-    # What else parameters ask.
+    # Other methods for parameters.
 
     def get_gradient(self, record: ParamState) -> torch.Tensor | None:
         """Return what ``parameter.grad`` reads: a proxy of the stored gradient, or None."""
@@ -191,7 +191,7 @@ class Engine:
                 passes.threads.check("a step, or a use of states or gradients,")
             passes.finish()
 
-    # What the optimizer asks (`_optim.settings.OptimizerBackend`).
+    # Methods for the optimizer (`_optim.settings.OptimizerBackend`).
 
     def has_gradient(self, record: ParamState) -> bool:
         """Return True if a gradient of the parameter waits for the step."""
@@ -250,7 +250,9 @@ class Engine:
         if self.stepping.groups:
             self.stepping.check_step(settings, max_norm)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
-        if self.gradients.sums.unplanned or self.together is not None:  # several ranks promote shards into the room
+        if (
+            self.gradients.sums.unplanned or self.together is not None
+        ):  # several ranks promote shards into the freed memory
             self.updater.free_sums()
         self.counters.stepped(skipped=decision.skip)
         if self.residency.exposed.bounds:

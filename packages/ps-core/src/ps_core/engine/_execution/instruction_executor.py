@@ -95,7 +95,7 @@ class InstructionExecutor:
     def work_before(self, instr: Instr) -> list[WorkEvent]:
         """Return the worker's events that an instruction of another queue has to wait for."""
         if not isinstance(instr.op, Copy):
-            return []  # releasing only takes note, and all else is about the compute tier
+            return []  # a release touches no bytes, and the others only the compute tier
         slots = self._slots[instr.op.source], self._slots[instr.op.target]
         return [slot.work for slot in slots if slot.work is not None]
 
@@ -215,7 +215,7 @@ class InstructionExecutor:
         group, kind = self._plan.order[op.extent.index], op.extent.kind
         if kind is not Kind.GRAD and source.version != group.chunks[kind].version:
             raise Diverged(f"the plan copies an older {kind.value} of {group.name}")
-        self._store.copy(instr.queue, target, source, op.bytes)  # where that fails, the target holds nothing new
+        self._store.copy(instr.queue, target, source, op.bytes)  # if that raises, the target is unchanged
         if kind is Kind.GRAD:
             if group in self._staged:
                 self._staged[group] = (target, self._staged[group][1])
@@ -240,7 +240,7 @@ class InstructionExecutor:
         if sums.version != chunk.version and any(
             record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors
         ):
-            raise Diverged(f"the plan takes the sums of {group.name} to begin here")  # as in one pass more than planned
+            raise Diverged(f"the plan takes the sums of {group.name} to begin here")  # such as an additional pass
         slot, records = self._staged.pop(group, (self._slots[op.gradient], []))
         flat = slot.flat(group.dtype, group.chunk_numel)
         self._gradients.add_staged(group, records, flat, sums, partial(self._launch, instr.queue, (slot, sums)))

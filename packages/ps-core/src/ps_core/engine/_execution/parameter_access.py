@@ -65,7 +65,7 @@ class ParameterAccess:
                 result = function(*args, **kwargs)
             if self._passes.outside or function in OPENING:
                 self._expose(records, function)
-            # `check_unchanged`, in line: every call comes by here, and `_version` is cheap within the block.
+            # `check_unchanged`, inlined: this runs in every call, and `_version` is cheap within the block.
             for record in records:
                 if record.parameter._version != record.counted_version:
                     break

@@ -126,7 +126,7 @@ class PassTracker:
         The inputs were made while the pass was open, and are not counted.
         """
         if torch._C._current_graph_task_id() == -1:
-            self._task = -1  # whatever became of an earlier backward pass
+            self._task = -1  # even if an earlier backward pass broke off
         recording = self.recording
         if recording is not None:
             unfinished = self.current is not None and self.current.backward
@@ -271,7 +271,7 @@ class PassTracker:
             self.observer(moment, len(self.recording.moments) == 1)
         held: list[ParamState] = []
         if not self.counting:
-            return held  # nothing is learned from the pass
+            return held  # the pass is not recorded
         groups = dict.fromkeys(moment.reads)
         for index in moment.held:
             groups[self._record_of[index].group.index] = None
@@ -310,7 +310,7 @@ class PassTracker:
         nonmodel_bytes = moment.nonmodel_bytes
         return compute_tier_too_small(self._store, self._groups, moment.name, needed, nonmodel_bytes, proven=True)
 
-    # The beginning and the end of a pass.
+    # Begin and end a pass.
 
     def _begin(self, *, backward: bool) -> None:
         if self._residency.exposed.bounds:
@@ -366,7 +366,7 @@ class PassTracker:
         if recording is None:
             self.stop_counting()
             return
-        self._close_moment(strict=strict)  # where that raises, the pass is still to be ended
+        self._close_moment(strict=strict)  # if that raises, the pass is still open
         self.broke_off = not strict and (
             sys.exc_info()[0] is not None or (self.current is not None and self.current.backward)
         )
@@ -382,7 +382,7 @@ class PassTracker:
         recording.regular = recording.regular and not _has_saved(self._records)
         self._counters.passed(replayed=self.driver is not self.demand)
         self.gradient_passes += recording.training and any(map(_GRADS, recording.moments))
-        if self.tracked or self.broke_off:  # else there is nothing to be learned from it
+        if self.tracked or self.broke_off:  # else the recording has no new figures
             self.scheduler.observe(recording)
 
     def _return_chunks_home(self, recording: PassRecording) -> None:
@@ -395,7 +395,7 @@ class PassTracker:
                 recording.regular = False
                 self.diverge(why)
                 self.driver.finish()
-            except BaseException as why:  # out of memory, say: the plan is left, or its home slots stayed lent
+            except BaseException as why:  # such as out of memory: leave the plan, or home slots stay lent
                 if self.driver is not self.demand:
                     recording.regular = False
                     self.diverge(Diverged(str(why)))

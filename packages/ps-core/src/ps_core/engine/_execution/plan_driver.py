@@ -110,7 +110,7 @@ class PlanDriver:
             raise Diverged(f"the pass ends before {self._segment.moments[self._begun].name}")
         self._issue(None)
         self._executor.restore_homes()
-        self._events.clear()  # a device uses them again
+        self._events.clear()  # the device may reuse them
         if self._counters.recorder is not None:
             self._counters.recorder.leave_plan()
 

@@ -124,7 +124,7 @@ class IssueOrder:
                 if patient:
                     return
                 if queue is Queue.CPU or (queue is Queue.COMPUTE and isinstance(instr.op, Step)):
-                    break  # the host has worked for a while, and copies may wait for what it did
+                    break  # this took time: first issue copies that wait for it
 
     def _may_issue(self, instr: Instr, *, patient: bool) -> bool:
         if isinstance(instr.op, Run) or not self._done.issuperset(instr.after):

@@ -65,7 +65,7 @@ class StateDicts:
         if self._loading is not None and self._loading[1] is missing:
             return
         self._end_pass()
-        self.forget()  # whatever became of an earlier one
+        self.forget()  # even if an earlier one broke off
         self.copies.forget()
         self._loading, self.open = (module, missing), True
 
@@ -88,7 +88,7 @@ class StateDicts:
         copy = self.copies.get(record)
         if copy is not None:
             return copy
-        with torch.inference_mode(False):  # or the copy would be one that does not count its changes
+        with torch.inference_mode(False):  # an inference tensor has no version counter
             return self.copies.add(record, self._read(record))
 
     def load(self, record: ParamState, value: torch.Tensor) -> bool:

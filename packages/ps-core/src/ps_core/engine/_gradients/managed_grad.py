@@ -158,7 +158,7 @@ class ManagedGrad(torch.Tensor):
         if name in MEMORY and isinstance(args[0], cls):
             args[0].refuse(f"{name}()", "the gradient is in a chunk, and has no memory of its own: .clone() it first")
         if name == "__get__" and func == _GET_DTYPE and sys._getframe(1).f_code is GradScaler._unscale_grads_.__code__:
-            _unscale(args)  # which would say of 16-bit gradients that they cannot be unscaled
+            _unscale(args)  # GradScaler would refuse 16-bit gradients
         copied = name in COPYING and isinstance(args[0], cls)
         if copied:
             args = (args[0].value(), *args[1:])

@@ -259,7 +259,7 @@ class Arena:
 
     def shift(self, slot: Slot, offset: int, queue: Queue) -> None:
         """Move a slot and its bytes to another address; the two ranges may overlap."""
-        target = self._window(offset, slot.bytes)  # of all this, only that may fail
+        target = self._window(offset, slot.bytes)  # first, since only this may fail
         self._slots.remove(slot)
         old, slot.offset = slot.offset, offset
         self._insert(slot)
@@ -291,7 +291,7 @@ class Arena:
     def overlapping(self, offset: int, size: int) -> list[Slot]:
         """Return the slots that have some of a range; empty: the range can be reserved."""
         slots, end, found = self._slots, offset + size, []
-        first = bisect_right(slots, offset, key=_OFFSET)  # the slot before is the only one that may reach beyond
+        first = bisect_right(slots, offset, key=_OFFSET)  # of the earlier slots only the last may reach into the range
         for slot in slots[max(0, first - 1) : bisect_left(slots, end, first, key=_OFFSET)]:
             if offset < slot.offset + slot.bytes:
                 found.append(slot)  # a comprehension would be one more Python call, for each slot that is reserved
@@ -342,7 +342,7 @@ class Arena:
         self._memory = self._memory.new_empty(0)
         try:
             self._memory = self._block(end)
-        except torch.OutOfMemoryError:  # then each slot has memory of its own, as before there was a plan
+        except torch.OutOfMemoryError:  # each slot then has separate memory, as without a plan
             self._memory = self._block(0)
         for slot, contents in saved:
             slot.memory = self._window(slot.offset, slot.bytes)

@@ -44,7 +44,7 @@ class Transfers:
             self._copy_within_tier(source, slot, chunk.bytes)
         chunk.fill(slot)
         if queue is not None:
-            self.finish(queue)  # where the disk fails, that makes the slot stale again
+            self.finish(queue)  # if the disk fails, that makes the slot stale again
         return slot
 
     def write_home(self, chunk: Chunk) -> None:

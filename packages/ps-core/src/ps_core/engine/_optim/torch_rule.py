@@ -133,7 +133,7 @@ class TorchStepper:
             try:
                 scalars = settings.after(progress)
                 settings.step(progress, rows, _matrix(number + 1).flatten(), None, 1.0, piece_numel=64)
-            except Exception as error:  # as below: of a class that wants matrices
+            except Exception as error:  # any exception of a class that needs matrices
                 raise self._not_element_wise(f"parts of a matrix cannot be stepped ({error})") from error
             progress = Progress(number + 1, scalars)
             expected = [parameter, *(state[name] for name in self.states)]

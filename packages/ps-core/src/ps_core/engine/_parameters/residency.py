@@ -54,7 +54,7 @@ class Residency:
             else:
                 parameter.data = bound.view
             version = parameter._version
-        if version != record.counted_version:  # by an alias of memory where it was before
+        if version != record.counted_version:  # changed through an alias of its former memory
             record.counted_version = version
             self.tampered.append(record)
         record.bound = bound
@@ -71,7 +71,7 @@ class Residency:
         parameter = record.parameter
         with torch._C.DisableTorchFunctionSubclass():
             version = parameter._version
-        if version != record.counted_version:  # a change outside of the engine: do not use this copy
+        if version != record.counted_version:  # the user changed it: do not use this copy
             self.tampered.append(record)
             self.undo_changes(record, bound.slot)
         with torch._C.DisableTorchFunctionSubclass():

@@ -96,7 +96,7 @@ class ExposedParameters:
         group = record.group
         if slot.version != chunk.version:
             if alive and chunk.copies.get(slot.tier) is slot and not group.gathered:
-                residency.transfers.copy_to(chunk, slot)  # what a step did shows in aliases, as in plain PyTorch
+                residency.transfers.copy_to(chunk, slot)  # aliases see a step's result, as in plain PyTorch
         elif record.contents is SlotContents.WEIGHT and (
             self._differs(record, slot) if before is None else not _same(bound.view, before)
         ):
@@ -129,6 +129,6 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     bits = _BITS[one.dtype.itemsize]
     if torch.equal(one.view(bits), other.view(bits)):
         return True
-    lost = one.isnan()  # of not-a-number there are many, and kernels round to others than PyTorch does
+    lost = one.isnan()  # not-a-number has many bit patterns, and kernels round to others than PyTorch
     rest = (each.masked_fill(lost, 0).view(bits) for each in (one, other))
     return torch.equal(lost, other.isnan()) and torch.equal(*rest)

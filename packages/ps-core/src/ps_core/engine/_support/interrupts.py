@@ -55,7 +55,7 @@ class _State:
         if self.depth or _has_to_wait(frame):
             self.came.append(frame)
         elif self.before is not None:
-            self.came.clear()  # one that still waits (see [Note: when it waits]) comes with this one
+            self.came.clear()  # this one replaces those that wait (see [Note: when it waits])
             self.before(number, frame)
 
     def deliver(self) -> None:
@@ -152,9 +152,9 @@ def defer_interrupts_installing(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if get_ident() != _MAIN:
             return function(*args, **kwargs)
-        _STATE.depth += 1  # before the handler is put in: an interrupt right after that has to wait already
+        _STATE.depth += 1  # before the handler is installed: a later interrupt must be deferred
         _STATE.users += 1
-        try:  # with no call in between, for at a call an interrupt may come that finds another handler
+        try:  # no call may come before: an interrupt there would meet another handler
             _install()
             return function(*args, **kwargs)
         finally:

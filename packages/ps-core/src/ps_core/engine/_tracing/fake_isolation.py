@@ -67,7 +67,7 @@ class Isolation:
         self._exits.callback(_LOGGER.removeFilter, _say_nothing)
         _LOGGER.addFilter(_say_nothing)
         self._exits.callback(push_modes, pop_user_modes())
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and it takes seconds to import
+        if "torch._dynamo" in sys.modules:  # not imported: nothing is compiled, and the import takes seconds
             stance: Any = torch.compiler.set_stance("force_eager")  # no compilation for fake tensors
             self._exits.enter_context(stance)
         self.add(*contexts)
@@ -94,7 +94,7 @@ def _random_states() -> list[Callable[[], None]]:
     """Return calls that restore the states of all global generators."""
     before = random.getstate()
     calls: list[Callable[[], None]] = [lambda: random.setstate(before)]
-    numpy: Any = sys.modules.get("numpy")  # without an import nothing draws from it
+    numpy: Any = sys.modules.get("numpy")  # if not imported, nothing draws from it
     if numpy is not None:
         state = numpy.random.get_state()
         calls.append(lambda: numpy.random.set_state(state))

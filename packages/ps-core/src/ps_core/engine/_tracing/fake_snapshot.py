@@ -61,7 +61,7 @@ class Snapshot:
         try:
             self._walk(model.modules())
         except BaseException:
-            self.restore()  # of the iterators, which copies have replaced by now
+            self.restore()  # iterators, which copies have replaced already
             raise
 
     def restore(self) -> None:
@@ -73,7 +73,7 @@ class Snapshot:
                 self._undo.pop()()
         finally:
             if self._undo:
-                self.restore()  # the others, where one could not be restored
+                self.restore()  # go on with the others if one raised
             self.discard()
 
     def discard(self) -> None:

@@ -173,14 +173,14 @@ def _traced(
             tokens=_tokens(*given),
         )
     except (KeyboardInterrupt, SystemExit):
-        snapshot.discard()  # it comes out of the model's call, which is not repeated
+        snapshot.discard()  # raised by the model's call, which is not repeated
         raise
     finally:
         isolation.restore()
         snapshot.restore()
         made += () if recorder is None else recorder.release()
         for module in () if copied is None else list(copied.modules()):
-            vars(module).clear()  # its hooks may refer to it, and it is not to wait for the garbage collector
+            vars(module).clear()  # break cycles with its hooks, so that it is freed at once
 
 
 def _forward_backward(model: nn.Module, given: Arguments, options: FakePassOptions, recorder: FakePassRecorder) -> None:

@@ -133,7 +133,7 @@ class CpuDevice:
     def wait(self, queue: Queue, event: Event) -> None:
         """Launch what comes next on a queue after the event."""
         if isinstance(event, DiskEvent):
-            self._disk.wait(queue, event)  # which blocks for all other queues: the host thread does their work
+            self._disk.wait(queue, event)  # blocks for all but disk queues, whose work the host thread does
 
     def synchronize(self) -> None:
         """Block until the disk is idle."""

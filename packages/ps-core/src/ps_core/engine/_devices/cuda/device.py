@@ -135,7 +135,7 @@ class CudaDevice:
         if failures == self._failures:
             return missing
         self._failures = failures
-        self._runtime.release_cached()  # in pieces it may have been of no use
+        self._runtime.release_cached()  # cached memory in small pieces may have been unusable
         return max(1, missing)
 
     # The disk.
@@ -235,7 +235,7 @@ class CudaDevice:
     def wait(self, queue: Queue, event: Event) -> None:
         """Run what is launched on a queue from here on after the event."""
         if isinstance(event, DiskEvent):
-            self._disk.wait(queue, event)  # which blocks for a stream; the engine comes once it is over, or in need
+            self._disk.wait(queue, event)  # blocks this thread: no stream can wait for a thread
             return
         if isinstance(event, WorkDone):
             if queue in DISK_QUEUES:
@@ -248,7 +248,7 @@ class CudaDevice:
         if event.raw is None:
             return
         if queue in DISK_QUEUES:
-            self._disk.streams.wait_for(queue, event.block)  # which its own thread does
+            self._disk.streams.wait_for(queue, event.block)  # the queue's own thread waits
             return
         if queue is Queue.CPU:
             event.block()

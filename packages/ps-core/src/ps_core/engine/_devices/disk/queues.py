@@ -92,7 +92,7 @@ class DiskStreams:
         self._threads = [threading.Thread(target=room, args=args, daemon=True) for room, args in rooms]
         for thread in self._threads:
             thread.start()
-        # The threads know nothing of this object, so they do not keep it from ending.
+        # The threads hold no reference to this object, so that this can be freed.
         self._stop = weakref.finalize(self, _stop, list(self._jobs.values()))
 
     def read(self, target: torch.Tensor, place: FileExtent, start: int, lost: Callable[[], None]) -> None:

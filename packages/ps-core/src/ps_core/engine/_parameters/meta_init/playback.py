@@ -111,7 +111,7 @@ def _throw_away(note: TapedCall) -> None:
 
     def scratch(place: ViewSpec) -> Tensor:
         like = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device="cpu")
-        # What it reads changes what comes out, not how much is drawn; a half will do for a mean or a probability.
+        # Values do not change how many numbers are drawn. One half is valid as a mean and as a probability.
         return like if place.memory in written else like.fill_(0.5)
 
     note.func(*tree_map_only(ViewSpec, scratch, note.args), **tree_map_only(ViewSpec, scratch, note.kwargs))

@@ -62,7 +62,7 @@ class ConstructorRecorder:
         before = {id(each): each._version for each in model.parameters() if each.is_meta}
         self._visit("", model)
         for each in self.sources:
-            before.pop(each, None)  # built again just as it was
+            before.pop(each, None)  # these were built again exactly
         for name, tensor in tensors_of(model):
             if tensor.is_meta:
                 self._check_filled(name, tensor)
@@ -131,7 +131,7 @@ class ConstructorRecorder:
             self._entered.update((id(each), len(self._entered)) for each in layer.modules())
 
     def _initialiser(self, module: nn.Module) -> Callable[[], object] | None:
-        # Of the class: a part of the model may have such a name too.
+        # Look at the class: a submodule may have such a name too.
         name = next((each for each in INITIALISERS if callable(getattr(type(module), each, None))), None)
         if name is None or isinstance(module, BUILT_OTHERWISE):
             return None
