@@ -145,7 +145,7 @@ class NativeBackend:
         )
 
     def sumsq_each(self, x: Array, spans: Sequence[tuple[int, int]], out: Array) -> None:
-        """Do as `sumsq_finite` does for each span of ``x``, into its row of ``out``, in one call."""
+        """Measure each span of ``x`` as `sumsq_finite` does, into its row of ``out``, in one call."""
         places = array("Q", chain.from_iterable(spans))
         longest = max(map(sub, places[1::2], places[::2]), default=0)
         self._call["sumsq_spans"](

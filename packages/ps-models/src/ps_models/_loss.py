@@ -193,7 +193,7 @@ class _Sums:
         return powers_rv.mul_(counts_r1 / sums_r1).scatter_add_(1, labels_r1, -counts_r1.float())
 
     def _errors_by_kernel(self, logits_rv: Tensor, labels_r: Tensor) -> Tensor | None:
-        """Do as `_errors` does, over the logits; in fp32 if they are summed for a bias."""
+        """Compute the loss and errors as `_errors` does, over the logits; in fp32 if they are summed for a bias."""
         if self.of_bias:
             logits_rv = logits_rv.float()
         losses_r = torch.empty(len(labels_r), dtype=torch.float32, device=logits_rv.device)

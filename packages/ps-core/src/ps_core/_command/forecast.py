@@ -2,7 +2,7 @@
 
 [Note: two ways of counting TFLOPS]
 The usual published figures count 8 operations per parameter and token. Those are 2 in forward, 4 in backward, and 2 for
-the forward that activation checkpointing repeats. Attention and the head's width count nothing. By contrast, *model
+the forward that activation checkpointing repeats. Attention and the head's width are not counted. By contrast, *model
 FLOPs* count what the mathematics needs: three times the forward moments' operations. Attention is included, repetition
 is not.
 """

@@ -101,7 +101,9 @@ class Arena:
             begin = piece.end
 
     def allocate(self, window: Window, size: int, owner: Extent) -> tuple[Piece, tuple[int, ...]]:
-        """Give a window, which is all free now, to ``owner`` until rated; return it, and what released its bytes."""
+        """Give a free window to ``owner``, which stays until it is rated; return the piece and what released its
+        bytes.
+        """
         first, last = window.pieces[0], window.pieces[-1]
         for part in window.pieces:
             self._place(part, None)

@@ -30,7 +30,7 @@ class Attended(NamedTuple):
 
 
 class Slow(NamedTuple):
-    """Rates of such operators, in one precision."""
+    """Rates of attention and tanh, in one precision."""
 
     attention_flops: float
     query_s: float

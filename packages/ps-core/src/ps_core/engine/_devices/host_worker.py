@@ -32,7 +32,7 @@ from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One piece of work."""
+    """One piece of work, and the events that it waits for."""
 
     waits: list[Callable[[], object]]
     work: Callable[[], object]

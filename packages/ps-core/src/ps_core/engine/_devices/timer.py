@@ -11,7 +11,7 @@ from ps_core.engine._devices.disk.queues import DiskQueues
 
 
 class NotedTime:
-    """A time by the host's clock."""
+    """A time of the host's clock."""
 
     __slots__ = ("seconds",)
 

@@ -122,7 +122,7 @@ class Engine:
     # Other methods for parameters.
 
     def get_gradient(self, record: ParamState) -> torch.Tensor | None:
-        """Return what ``parameter.grad`` reads: a proxy of the stored gradient, or None."""
+        """Return the value of ``parameter.grad``: a proxy of the stored gradient, or None."""
         if record.dropped:
             raise not_trained(record.name)
         self.stepping.check_read(record)

@@ -29,7 +29,7 @@ class ParameterOwner(Protocol):
         """Fetch these parameters, and call the function."""
 
     def get_gradient(self, record: ParamState) -> Any:
-        """Return what ``parameter.grad`` reads."""
+        """Return the value of ``parameter.grad``."""
 
     def set_gradient(self, record: ParamState, value: Any) -> None:
         """Assign ``parameter.grad = value``."""

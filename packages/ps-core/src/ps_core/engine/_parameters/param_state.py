@@ -23,7 +23,7 @@ from ps_core.engine._parameters.state_transitions import (
 HOST = 1
 """The number of the host tier."""
 TAIL_NUMEL = 64
-"""The number of a group's elements is a multiple of this; every chunk's size, of 128 bytes."""
+"""A group's elements are padded to a multiple of this, so that chunks are multiples of 128 bytes."""
 
 
 @dataclass(slots=True, eq=False)

@@ -45,7 +45,7 @@ class SlotMoves(Protocol):
 
     @property
     def transfers(self) -> Transfers:
-        """Return what copies between tiers."""
+        """Return the object that copies between tiers."""
 
     def undo_changes(self, record: ParamState, slot: Slot) -> None:
         """Discard what was written to a slot."""

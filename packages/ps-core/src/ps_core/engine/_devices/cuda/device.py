@@ -65,7 +65,7 @@ class CudaEvent:
 
 
 class CudaDevice:
-    """A `Device`; see [Note: CUDA streams] and [Note: memory on a CUDA device]."""
+    """The `Device` for CUDA; see [Note: CUDA streams] and [Note: memory on a CUDA device]."""
 
     def __init__(self, runtime: CudaRuntime, *, pin: bool = True) -> None:
         self.name = "cuda"

@@ -65,7 +65,7 @@ class DiskEvent:
 
 @dataclass(slots=True, eq=False)
 class _IoTask:
-    """One piece of a job, for a worker."""
+    """One piece of a transfer, for a worker thread."""
 
     call: Callable[[IoRequest], None]
     piece: IoRequest
@@ -193,7 +193,7 @@ class DiskQueues:
         return self._attached[1]
 
     def serve(self, queue: Queue) -> bool:
-        """Return whether a queue is one of these two, and there is a disk tier."""
+        """Return True if a queue is one of these two, and there is a disk tier."""
         return self._attached is not None and queue in DISK_QUEUES
 
     def await_host_work(self, queue: Queue) -> None:
