@@ -15,34 +15,48 @@ from _cases import finish
 from _fake_cuda import FakeRuntime
 from _reference import Loop, Make, Settings, differences, plain
 from _runs import HOST, check_same, chunked_model, managed, stand_in, tightest
-from ps_core import AdamW, Budget, DoesNotFit, InvalidInput, Options
+from ps_core import AdamW, Budget, DoesNotFit, Options
+from ps_core._plan import Copy, Queue
+from ps_core._planner.search import Planned
+from ps_core._program import Kind
 from ps_core.engine import offloaded, statistics, trace
 from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._memory.activation_slots import ActivationSlots
+from ps_core.engine._execution.plan_driver import PlanDriver
 
 BLOCKS, WIDTH, ROWS = 6, 32, 64
 KEPT_BYTES = ROWS * WIDTH * 4
 """What a block keeps for backward in fp32: its input."""
 ROOMY = "4MiB"
-"""All fits on the device, so that nothing but activations moves."""
+"""All fits on the device."""
+SMALL = "70KiB"
+"""Activations have to leave the device, and weights too."""
 
 
 class Block(nn.Module):
+    breaks = False
+    """True: its next backward pass breaks off."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        if self.breaks and x.requires_grad:
+            x.register_hook(self._break)
         return x + torch.tanh(self.linear(self.norm(x)) + shift)
+
+    def _break(self, gradient: Tensor) -> None:
+        raise ArithmeticError("as asked")
 
 
 class Net(nn.Module):
     """Blocks whose inputs are kept, here or elsewhere; what all of them get too is never moved."""
 
-    def __init__(self, *, away: bool = True) -> None:
+    def __init__(self, *, away: bool = True, bare: bool = False) -> None:
+        """``bare``: the caller makes the loss, so that the first pass is not foreseen."""
         super().__init__()
-        self.away = away
+        self.away, self.bare = away, bare
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, 1)
         self.first = nn.Linear(WIDTH, WIDTH)
@@ -55,21 +69,26 @@ class Net(nn.Module):
                     x = checkpoint(block, x, shift, use_reentrant=False)
             else:
                 x = checkpoint(block, x, shift, use_reentrant=False)
-        loss: Tensor = self.head(x).float().square().mean()
-        return loss
+        out: Tensor = self.head(x)
+        return out if self.bare else loss_of(out)
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return out.float().square().mean()
 
 
 def rows(index: int, count: int = ROWS) -> Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(index))
 
 
-def loop(make: Make, *, away: bool = True, steps: int = 4, micro_batches: int = 1) -> list[Tensor]:
-    model, optimizer = make(Net(away=away), AdamW(lr=1e-2))
+def loop(make: Make, *, away: bool = True, steps: int = 4, micro_batches: int = 1, bare: bool = False) -> list[Tensor]:
+    model, optimizer = make(Net(away=away, bare=bare), AdamW(lr=1e-2))
     logs = []
     for index in range(steps):
         for micro in range(micro_batches):
             x = rows(10 * index + micro)
-            loss = model(x.to(model.head.weight.dtype))
+            found = model(x.to(model.head.weight.dtype))
+            loss = loss_of(found) if bare else found
             optimizer.scale(loss).backward()
             logs.append(loss.detach())
         finish(optimizer)
@@ -98,52 +117,130 @@ def test_the_tide_is_lower_by_what_is_away() -> None:
     assert kept - away == (BLOCKS - 1) * KEPT_BYTES
 
 
+def planned(model: Any) -> Planned:
+    found: Planned = hooks_of(model).engine.passes.scheduler.planned
+    return found
+
+
+def copies(plan: Planned, *queues: Queue) -> int:
+    """How often a step copies activations."""
+    instrs = [instr for name in plan.program.iteration() for instr in plan.plan.segment(name).instrs]
+    moves = [instr for instr in instrs if isinstance(instr.op, Copy) and instr.op.extent.kind is Kind.ACT]
+    return sum(instr.queue in queues for instr in moves)
+
+
 def step(model: Any, optimizer: Any, index: int) -> None:
     model(rows(index)).backward()
     finish(optimizer)
 
 
-def test_moves_are_counted_and_slots_used_again() -> None:
-    told: dict[str, Any] = {"budget": Budget(device=ROOMY, host=HOST), "precision": "fp32"}
-    peaks, moved, held = {}, {}, {}
-    for away in (False, True):
-        with chunked_model(Net(away=away), **told) as (model, optimizer):
-            step(model, optimizer, 0)
-            first = statistics(model)
-            for index in range(1, 5):
-                step(model, optimizer, index)
-            last = statistics(model)
-            moved[away] = {link: count - first.moved_bytes.get(link, 0) for link, count in last.moved_bytes.items()}
-            assert last.planned_passes == last.passes == 5
-            assert last.divergences == last.replans == 0, "the tide was as foreseen"
-            assert last.tiers["host"].current_bytes == first.tiers["host"].current_bytes
-            peaks[away], held[away] = last.tiers["device"].peak_bytes, last.tiers["host"].current_bytes
-    for link in ("device->host", "host->device"):
-        assert moved[True][link] - moved[False].get(link, 0) == 4 * BLOCKS * KEPT_BYTES
-    assert peaks[True] < peaks[False]
-    assert held[True] - held[False] == BLOCKS * KEPT_BYTES
+def told(device: str, **more: Any) -> dict[str, Any]:
+    return {
+        "budget": Budget(device=device, host=HOST, **more),
+        "precision": "fp32",
+        "options": Options(group_bytes=4096),
+    }
+
+
+def test_what_moves_is_what_was_planned() -> None:
+    with chunked_model(Net(), **told(SMALL)) as (model, optimizer):
+        step(model, optimizer, 0)
+        first = statistics(model)
+        for index in range(1, 5):
+            step(model, optimizer, index)
+        last, plan = statistics(model), planned(model)
+        assert last.planned_passes == last.passes == 5
+        assert last.divergences == last.replans == 0, "the tide was as foreseen"
+        assert last.tiers["host"].current_bytes == first.tiers["host"].current_bytes
+        for link, count in plan.prediction.moved_bytes.items():
+            if link != "wire":
+                assert last.moved_bytes[link] - first.moved_bytes[link] == 4 * count
+        assert copies(plan, Queue.D2H) == copies(plan, Queue.H2D) == 5
+        assert len(plan.program.trace.activations) == BLOCKS
+        assert hooks_of(model).engine.activations.bytes == 0
+
+
+def test_where_all_fits_nothing_moves() -> None:
+    with chunked_model(Net(), **told(ROOMY)) as (model, optimizer):
+        step(model, optimizer, 0)
+        before = statistics(model).moved_bytes
+        for index in range(1, 3):
+            step(model, optimizer, index)
+        assert statistics(model).moved_bytes == before
+
+
+def odd(make: Make) -> list[Tensor]:
+    """Passes that a plan does not know, between those that it does."""
+    model, optimizer = make(Net(), AdamW(lr=1e-2))
+    logs = []
+
+    def forward(index: int, count: int = ROWS) -> Tensor:
+        loss: Tensor = model(rows(index, count))
+        logs.append(loss.detach())
+        return loss
+
+    def ordinary(index: int) -> None:
+        forward(index).backward()
+        finish(optimizer)
+
+    for index in range(3):
+        ordinary(index)
+    forward(3)  # no backward pass: what is away is forgotten with its graph
+    ordinary(4)
+    loss = forward(5)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    finish(optimizer)
+    ordinary(6)
+    (forward(7) + forward(8)).backward()
+    finish(optimizer)
+    ordinary(9)
+    early = forward(10)
+    ordinary(11)
+    del early
+    forward(12, ROWS // 2).backward()
+    finish(optimizer)
+    model.blocks[2].breaks = True
+    with pytest.raises(ArithmeticError):
+        forward(13).backward()
+    model.blocks[2].breaks = False
+    optimizer.zero_grad()
+    for index in range(14, 17):
+        ordinary(index)
+    return logs
+
+
+@pytest.mark.parametrize("host", [HOST, None])
+def test_passes_that_leave_the_plan(host: str | None, tmp_path: Any) -> None:
+    """With a disk the host is full, and what leaves its plan waits there."""
+    settings = Settings(precision="fp32", options=Options(poison=True, group_bytes=4096))
+    small = Budget(device="120KiB", host="96KiB", disk="4MiB", disk_dir=str(tmp_path))
+    got = managed(odd, settings, stand_in, small if host is None else Budget(device="120KiB", host=host))
+    assert not differences(plain(odd, settings), got)
+    (counted,) = got.statistics
+    assert counted.planned_passes >= 8
+    assert counted.divergences >= 4
+    if host is None:
+        assert counted.moved_bytes["host->disk"] > 0
 
 
 def test_only_what_backward_wants_goes() -> None:
-    with chunked_model(Net(), budget=Budget(device=ROOMY, host=HOST), precision="fp32") as (model, optimizer):
+    with chunked_model(Net(), **told(SMALL)) as (model, optimizer):
         step(model, optimizer, 0)
         before = statistics(model).moved_bytes["device->host"]
         with torch.no_grad():
             model(rows(1))
         assert statistics(model).moved_bytes["device->host"] == before
         room = hooks_of(model).engine.activations
-        assert room is not None
-        assert room.bytes == BLOCKS * KEPT_BYTES
-        for index in range(3):
-            model(rows(index))  # and no backward pass: what is away is forgotten with its graph
-        loss = model(rows(2))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        finish(optimizer)
-        assert room.bytes == BLOCKS * KEPT_BYTES
+        losses = [model(rows(index)) for index in range(3)]  # and no backward pass: each leaves its plan
+        assert room.bytes > BLOCKS * KEPT_BYTES
+        losses.clear()
+        step(model, optimizer, 3)
+        step(model, optimizer, 4)
+        assert room.bytes == 0
 
 
-def test_a_larger_batch_gets_larger_slots() -> None:
+def test_a_larger_batch_is_planned_anew() -> None:
     def run(make: Make) -> list[Tensor]:
         model, optimizer = make(Net(), AdamW(lr=1e-2))
         logs = []
@@ -153,60 +250,63 @@ def test_a_larger_batch_gets_larger_slots() -> None:
             finish(optimizer)
         return [each.detach() for each in logs]
 
-    settings = Settings(precision="fp32")
-    got = managed(run, settings, stand_in, Budget(device=ROOMY, host=HOST))
+    settings = Settings(precision="fp32", options=Options(group_bytes=4096))
+    got = managed(run, settings, stand_in, Budget(device="128KiB", host=HOST))
     assert not differences(plain(run, settings), got)
     (counted,) = got.statistics
-    model_data = managed(partial(loop, away=False, steps=1), settings, stand_in, Budget(device=ROOMY, host=HOST))
-    (without,) = model_data.statistics
-    assert counted.tiers["host"].current_bytes - without.tiers["host"].current_bytes == 2 * BLOCKS * KEPT_BYTES
+    assert (counted.replans, counted.planned_passes) == (2, 3)
 
 
 def test_on_a_played_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a wait that is left out shows."""
-    settings, run = Settings(precision="fp32"), partial(loop, steps=3)
+    settings, run = Settings(precision="fp32", options=Options(group_bytes=4096)), partial(loop, steps=3)
 
-    def on_cuda(seed: int) -> Any:
-        runtime = FakeRuntime(seed)
+    def on_cuda(seed: int, run: Loop = run, size: str = SMALL) -> Any:
+        runtime = FakeRuntime(seed, device_thread=seed != 2)
         with runtime:
-            return managed(run, settings, partial(CudaDevice, runtime), Budget(device=ROOMY, host=HOST))
+            return managed(run, settings, partial(CudaDevice, runtime), Budget(device=size, host=HOST))
 
+    got = on_cuda(3, odd, "144KiB")
+    assert not differences(plain(odd, settings), got)
+    assert got.statistics[0].divergences >= 4
     expected = plain(run, settings)
     for seed in (1, 2):
         got = on_cuda(seed)
         assert not differences(expected, got)
-        assert got.statistics[0].moved_bytes["host->device"] >= 3 * BLOCKS * KEPT_BYTES
-    monkeypatch.setattr(ActivationSlots, "_make_compute_wait", lambda self, queue, what: None)
+        assert got.statistics[0].moved_bytes["host->device"] >= 3 * 5 * KEPT_BYTES
+    monkeypatch.setattr(PlanDriver, "_wait_for_others", lambda self, instr: None)
     assert any(differences(expected, on_cuda(seed)) for seed in (1, 2))
 
 
 def test_a_host_that_is_too_small_is_refused_by_name() -> None:
+    """As with anything else of a plan: the tightest host that is named is enough, and less is not."""
+
     def run(host: int | str) -> Any:
-        budget = Budget(device=ROOMY, host=host)
-        return managed(partial(loop, steps=2), Settings(precision="fp32"), "emulated", budget)
+        settings = Settings(precision="fp32", options=Options(group_bytes=4096))
+        return managed(partial(loop, steps=2), settings, "emulated", Budget(device=SMALL, host=host))
 
-    host = run(HOST).statistics[0].tiers["host"].current_bytes - KEPT_BYTES
-    refusals = 0
-    while refusals < 2 * BLOCKS:
-        try:
-            got = run(host)
-            break
-        except DoesNotFit as error:
-            refused = error
-        refusals += 1
-        assert (refused.tier, refused.available_bytes) == ("host", host)
-        if refused.moment == "moving activations there":
-            assert f", host={refused.needed_bytes}): " in str(refused)
-        host = refused.needed_bytes
-    assert refusals >= 1
-    assert got.statistics[0].tiers["host"].peak_bytes <= host
+    host = run(HOST).statistics[0].tiers["host"].peak_bytes
+    assert run(host).statistics[0].tiers["host"].peak_bytes <= host
+    with pytest.raises(DoesNotFit) as refused:
+        run(host // 2)
+    assert (refused.value.available_bytes, refused.value.tier) == (host // 2, "host")
 
 
-def test_not_with_a_disk(tmp_path: Any) -> None:
-    budget = Budget(device="256KiB", host="64KiB", disk="4MiB", disk_dir=str(tmp_path))
-    refused = pytest.raises(InvalidInput, match=r"offloaded\(\.\.\.\) with Budget\.disk")
-    with chunked_model(Net(), device="emulated", budget=budget, precision="fp32") as (model, _), refused:
-        model(rows(0))
+@pytest.mark.parametrize("bare", [False, True])
+def test_onto_a_disk(bare: bool, tmp_path: Any) -> None:
+    """By the plan, and in a first pass on demand, which finds the host full."""
+    settings = Settings(precision="fp32", options=Options(poison=True, group_bytes=4096))
+    budget = Budget(device="96KiB", host="48KiB", disk="4MiB", disk_dir=str(tmp_path))
+    run = partial(loop, steps=3, bare=bare)
+    got = managed(run, settings, stand_in, budget)
+    check_same(run, settings, got)
+    assert got.statistics[0].planned_passes == 3 - bare
+    with chunked_model(Net(), device="emulated", budget=budget, precision="fp32", options=settings.options) as (
+        model,
+        optimizer,
+    ):
+        step(model, optimizer, 0)
+        assert copies(planned(model), Queue.DISK_W, Queue.DISK_R) > 0
 
 
 @pytest.mark.parametrize("device", ["cpu", None])

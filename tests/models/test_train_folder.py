@@ -247,12 +247,10 @@ def test_what_moved_is_that_of_the_steps(tmp_path: Path, capsys: Capture) -> Non
         assert re.search(rf"moved {link} +{format_bytes(moved)}  {format_bytes(moved / 3)} a step\n", told)
 
 
-def test_what_is_said_helps_offloading_too(tmp_path: Path, capsys: Capture) -> None:
+def test_offloading_needs_checkpointing(tmp_path: Path, capsys: Capture) -> None:
     line = ["--data", str(data(tmp_path)), "--out", str(tmp_path / "run"), "--offload-checkpoints"]
     assert main([*line, "--no-checkpointing"]) == 2
     assert "--offload-checkpoints: found with --no-checkpointing" in capsys.readouterr().err
-    assert main([*line, "--device", "emulated", "--device-memory", "1MB", "--disk", "1MB"]) == 2
-    assert "--offload-checkpoints: found with --disk 1MB" in capsys.readouterr().err
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from _transformers_folder import (
 from ps_core import InvalidInput
 from ps_models.train import TrainOptions, main
 from ps_models.train._data import FEW, corpus, split_whole
-from ps_models.train._examples import Example
+from ps_models.train._examples import Example, document_of, key_of
 from ps_models.train._folder_tokenizer import FolderTokenizer
 from ps_models.train._sample_objective import SampleObjective, SampleRows
 from ps_models.train._tokenizers import Bytes
@@ -105,6 +105,39 @@ def test_of_a_conversation_the_answers_are_trained(tmp_path: Path) -> None:
     assert marked == [WHOLE, "7<end>", "7 7<end>"]
 
 
+TOOLS = "{% if tools %}<tools {{ tools[0].name }} {{ mood }}>{% endif %}"
+
+
+def test_of_a_prompt_and_a_completion_that_are_messages_all_of_the_completion_is_trained(tmp_path: Path) -> None:
+    """As TRL has them: answers within the prompt are not trained, also where the template marks answers."""
+    talk = TALKS[7]["messages"]
+    line = {"prompt": talk[:3], "completion": talk[3:]}
+    for template in (TEMPLATE, MARKED):
+        found = trained_text(tokenizer_of(tmp_path, template=template), document_of(line, "here", ""))
+        assert found == [WHOLE, "7 7<end>\n"]
+    assert key_of(document_of(line, "here", "")) != key_of(TALK)
+
+
+def test_conversations_by_other_names_are_the_same(tmp_path: Path) -> None:
+    named = [{"from": each["role"], "value": each["content"], "weight": None} for each in TALKS[7]["messages"]]
+    document = document_of({"conversations": named, "tools": None}, "here", "")
+    assert key_of(document) == key_of(TALK)
+
+
+def test_tools_and_other_values_go_to_the_template(tmp_path: Path) -> None:
+    chosen = tokenizer_of(tmp_path, template=TOOLS + TEMPLATE)
+    tools = [{"name": "add"}]
+    for told in (tools, json.dumps(tools)):
+        line = {**TALKS[7], "tools": told, "chat_template_kwargs": {"mood": "calm"}}
+        assert trained_text(chosen, document_of(line, "here", "")) == [
+            "<tools add calm>" + WHOLE,
+            "7<end>\n",
+            "7 7<end>\n",
+        ]
+    with pytest.raises(InvalidInput, match=r'here: allowed are a list under "tools"'):
+        document_of({**TALKS[7], "tools": "add"}, "here", "")
+
+
 REWRITES = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
     "{{ message['content'] if loop.last else message['content'] | upper }}<end>{% endfor %}"
@@ -118,6 +151,7 @@ WRONG_TALKS = {
     "no list": (TEMPLATE, {"messages": "hello"}, 'has nothing of the role "assistant"'),
     "one of two": (TEMPLATE, {"prompt": "a"}, 'has a "prompt" or a "completion" that is no text, or lacks one'),
     "a number": (TEMPLATE, {"prompt": "a", "completion": 3}, 'has a "prompt" or a "completion" that is no text'),
+    "half a list": (TEMPLATE, {"prompt": [], "completion": []}, "allowed are two texts, or two lists of messages"),
     "neither": (TEMPLATE, {"question": "a"}, """is '{"question": "a"}'; allowed is a JSON text, or an object with"""),
 }
 

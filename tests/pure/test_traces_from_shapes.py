@@ -112,8 +112,8 @@ def test_checkpointing_lowers_the_peak_and_offload_lowers_it_further(found: Tran
     moved = analytic_trace(found, replace(work, checkpointing=True, offload_checkpoints=True))
     assert plain.peak_nonmodel_bytes >= kept.peak_nonmodel_bytes >= moved.peak_nonmodel_bytes
     # Offload moves bytes from the tide to activations. In forward a block's input counts on top: it is there, too.
-    for index, (total, row) in enumerate(zip(alive(moved), moved.moments, strict=True)):
-        both = len(row.makes) + (row.phase is Phase.FORWARD and row.name.startswith("layer"))
+    for index, (total, now) in enumerate(zip(alive(moved), moved.moments, strict=True)):
+        both = len(now.makes) + (now.phase is Phase.FORWARD and now.name.startswith("layer"))
         copies = both * moved.activations[0].bytes
         assert total - copies == alive(kept)[index] == kept.moments[index].nonmodel_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol, TypeVar, runtime_checkable
 
 Buffer_contra = TypeVar("Buffer_contra", contravariant=True)
-"""A one-dimensional, contiguous array; the pure core never looks inside one, so any library's will do."""
+"""A one-dimensional, contiguous array of any library; the pure core never reads its contents."""
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from ps_core._errors import InvalidInput
 from ps_core._trace import Trace
 
 SHARD_ALIGNMENT_NUMEL = 64
-"""128 bytes of 16-bit elements. Optimizer steps are bitwise the same only if cut at multiples of this."""
+"""Elements in 128 bytes of 16 bits. Optimizer steps are bitwise the same only if cut at multiples of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Layout:
     ranks: int
     groups: tuple[Group, ...]
     group_of: tuple[int, ...]
-    """For each tensor of the trace, its group."""
+    """The group of each tensor of the trace."""
 
     @property
     def padded_numel(self) -> int:

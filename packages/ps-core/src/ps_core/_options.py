@@ -14,7 +14,7 @@ from ps_core._errors import InvalidInput
 from ps_core._units import parse_bytes
 
 Match: TypeAlias = Callable[[str, Any], bool]
-"""Told a parameter's name and the parameter (whatever the executor uses for one, hence `Any`)."""
+"""A function of a parameter's name and the parameter. (`Any`: whatever the executor uses for parameters.)"""
 
 POLICIES = ("belady", "lru", "fifo", "static")
 IN_BACKWARD = "in_backward"
@@ -26,7 +26,7 @@ class _ByName:
 
     __slots__ = ()
     _as_in: ClassVar[str]
-    """How one is written."""
+    """An example of how one is written, for errors."""
 
     def __new__(cls, *given: object, **named: object) -> Self:
         """Raise `InvalidInput` for arguments that the constructor does not know."""
@@ -159,7 +159,7 @@ class _UsedByOneModel(_ByName):
 
     __slots__ = ("_user",)
     _user: tuple[str, Callable[[], bool]]
-    """The model's name, and a function that returns whether the model is still managed; unset before the first."""
+    """The model's name, and a function that returns True while the model is managed; unset before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +224,7 @@ def check_unused(budget: Budget, model_name: str) -> None:
         return
     other, is_managed = user
     if is_managed():
-        gc.collect()  # a reference cycle, as of an exception that is kept, may be all that keeps the other model alive
+        gc.collect()  # a reference cycle, as of a stored exception, may keep the other model alive
     if is_managed():
         raise InvalidInput(
             f"the Budget given to {model_name} is in use by another model, {other}, that is still managed: give each a "
@@ -246,9 +246,9 @@ class Options(_ByName):
     group_bytes: int | str | None = None
     """Size of a group's 16-bit parameters; None: searched."""
     policy: str = "belady"
-    """Which copy goes first when room is short: belady, lru, fifo or static."""
+    """Which copy is evicted first when memory is short: belady, lru, fifo or static."""
     prefetch: int | None = None
-    """Most moves ahead of need; None: as many as memory allows."""
+    """The most moments that a fetch may be ahead of its use; None: as many as memory allows."""
     poison: bool = False
     """Fill every freed slot with not-a-number (for debugging; slow)."""
     pin: bool = True
@@ -258,9 +258,9 @@ class Options(_ByName):
     cast_inputs: bool = True
     """Cast floating-point inputs of the model to the compute precision."""
     plan_cache: str | None = None
-    """Directory where the choices behind plans are kept from run to run; None: not kept."""
+    """Folder that keeps the choices behind plans from run to run; None: not kept."""
     machine: str | None = None
-    """What to plan for: a built-in machine's name or a TOML file; None: the one that is most like this."""
+    """The machine to plan for: a built-in name or a TOML file; None: the one most like this one."""
     step: str = "after_backward"
     """When groups are stepped: after_backward, or in_backward: as soon as a group's gradient is complete."""
 
@@ -336,7 +336,7 @@ def _check_groups(groups: object) -> tuple[Group, ...]:
 def _check_takes_two(match: Match) -> None:
     try:
         signature = inspect.signature(match)
-    except ValueError:  # some that are written in C
+    except ValueError:  # some functions in C have no signature
         return
     try:
         signature.bind("name", None)

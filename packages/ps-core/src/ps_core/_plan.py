@@ -258,9 +258,9 @@ class Plan:
     segments: tuple[Segment, ...]
     policy: str = "belady"
     step_tiers: tuple[int, ...] = ()
-    """For each group, the tier its step runs on (-1: never stepped)."""
+    """The tier of each group's step (-1: never stepped)."""
     notes: tuple[str, ...] = ()
-    """What the planner had to do that a reader should know (repairs, fall-backs)."""
+    """Exceptional measures of the planner that a reader should know (repairs, fall-backs)."""
 
     def segment(self, name: SegmentName) -> Segment:
         """Return the segment of that name."""

@@ -38,11 +38,11 @@ from ps_core._trace import Phase, Trace
 from ps_core._units import align_up
 
 WIRE_BYTES = 256 * 2**20
-"""At most so much scratch in a reduce-scatter: longer shards are exchanged and summed piece by piece."""
+"""The most scratch bytes in a reduce-scatter: longer shards are exchanged and summed piece by piece."""
 
 
 MOST_MICRO_BATCHES = 1024
-"""Of one step; an iteration is written out, so more would only cost time."""
+"""The most micro-batches of a step; an iteration is written out, so more would only cost time."""
 
 
 class Precision(StrEnum):
@@ -92,7 +92,7 @@ class Use(NamedTuple):
     before: int | None
     after: int
     held: bool = False
-    """Its memory has been referenced since the moment before: it is in the same slot, which has not been moved."""
+    """True if the memory has been referenced since the moment before: the extent must be in the same slot."""
 
 
 class SegmentName(StrEnum):
@@ -138,7 +138,7 @@ class Program:
     training: bool = True
     """False: no optimizer, no gradients; evaluation and generation only."""
     nonmodel_overhead: float = field(default=0.0)
-    """Added to every moment's non-model bytes, as a part of them (fragmentation)."""
+    """The fraction of every moment's non-model bytes that is added to them (fragmentation)."""
     states: int = 2
     """The number of `STATES` that the optimizer keeps for each parameter."""
 

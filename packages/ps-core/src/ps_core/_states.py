@@ -115,7 +115,7 @@ class Uses:
     payload_reads: int = 0
     """Backward uses that need the parameter itself."""
     gradients: int = 0
-    """Backward uses that bring a gradient, or a part of one."""
+    """Backward uses that make a gradient, or a part of one."""
 
 
 def count_uses(trace: Trace) -> tuple[Uses, ...]:

@@ -65,28 +65,30 @@ class Moment:
     name: str
     phase: Phase
     reads: tuple[int, ...] = ()
-    """Tensors whose payload must be on the compute tier."""
+    """Tensors that must be on the compute tier."""
     grads: tuple[int, ...] = ()
-    """Tensors a gradient (or a further part of one) arrives for. The payload is needed only if also in ``reads``."""
+    """Tensors for which a gradient (or a part of one) arrives. Their weight is needed only if also in ``reads``."""
     makes: tuple[int, ...] = ()
-    """Activations born here."""
+    """Activations that the moment makes."""
     takes: tuple[int, ...] = ()
-    """Activations read here. One dies after the last moment that takes it."""
+    """Activations that the moment reads. One is not needed after the last moment that takes it."""
     holds: tuple[int, ...] = ()
-    """Tensors whose payload has had live aliases since the moment before (a recomputed block): it must not move in
-    between. They are among the ``reads`` of both moments."""
+    """Tensors with live aliases since the moment before (a recomputed block), which must not move in between.
+
+    They are among the ``reads`` of both moments.
+    """
     nonmodel_bytes: int = 0
     """Peak bytes on the compute tier during the moment besides model data and listed activations."""
     flops: float = 0.0
-    """Of matrix products and attention."""
+    """Operations of matrix products and attention."""
     elements: float = 0.0
-    """That all other operators read and write."""
+    """Elements that all other operators read or write."""
     attention_flops: float = 0.0
-    """Of ``flops``, those of attention."""
+    """Operations of attention, a part of ``flops``."""
     queries: float = 0.0
-    """Of attention: rows, of each head."""
+    """Rows of attention, for each head."""
     queries_backward: float = 0.0
-    """The same where attention is differentiated."""
+    """The same in the backward of attention."""
     tanhs: float = 0.0
     """Hyperbolic tangents, also within other operators (a GELU's tanh form)."""
 

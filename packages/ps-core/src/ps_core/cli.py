@@ -49,9 +49,9 @@ from ps_core.report import tide, tide_svg, tide_text
 
 FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 ASSUMED_MACHINE = "a100-40"
-"""Where nothing tells: no machine, no device memory, no GPU here."""
+"""The machine to assume without a machine, device memory or GPU."""
 _LEFT_FREE = 0.9
-"""Of this computer's available memory, what a plan may count on where no host memory is given."""
+"""The fraction of this computer's available memory that a plan may use if no host memory is given."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InvalidInput as error:
         return _fail(BAD_INPUT, error)
     except (PatrickStarError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # whoever read our output has gone: nothing is left to say to it
+        if isinstance(error, BrokenPipeError):  # the output's reader has gone: write nothing more
             silence(sys.stdout)
             return FAILED
         return _fail(FAILED, error)

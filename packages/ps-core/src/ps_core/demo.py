@@ -38,9 +38,9 @@ class Counts:
     """Count what instructions move."""
 
     moved_bytes: dict[str, int] = field(default_factory=dict)
-    """By link."""
+    """Moved bytes by link."""
     evictions: int = 0
-    """How often something was thrown out of the device that was needed there again in the same pass."""
+    """How often an extent was evicted from the device and needed there again in the same pass."""
     _known: set[Extent] = field(default_factory=set)
 
     def add(self, instr: Instr) -> None:

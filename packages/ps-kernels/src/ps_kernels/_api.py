@@ -162,7 +162,7 @@ class Pieces:
         batch.check_scatter()
         arrays = (chunk, *tensors)
         self._kept = [each.untyped_storage() if hasattr(each, "untyped_storage") else each for each in arrays]
-        """What the copies go to and come from, even if an array is given other memory."""
+        """The arrays' storages, kept alive even if an array gets other memory."""
         self._in_torch = batch.whole.library == "torch"
         self._whole, self._parts = [batch.whole.array], batch.parts
         chosen = choose(batch.whole.name, batch.whole.library, batch.whole.device, backend)

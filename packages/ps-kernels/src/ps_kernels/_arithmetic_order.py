@@ -46,11 +46,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 BLOCK_NUMEL = 1 << 16
-"""Elements summed as one block."""
+"""Number of elements that are summed as one block."""
 GROUPS, ROWS, LANES, KEPT = 16, 16, 256, 16
 """The shape of a block; as in loops.c and norm.cu."""
 POWER_ROWS, POWER_LANES = 64, 64
-"""Of a cross entropy's sums; as in losses.h."""
+"""The shape of a cross entropy's sums; as in losses.h."""
 
 
 def to_single(value: float) -> float:
@@ -59,19 +59,19 @@ def to_single(value: float) -> float:
 
 
 EXP_LEAST = -87.0
-"""Below it a power is zero."""
+"""The least exponent: below it a power is zero."""
 LOG2_OF_E, ROUNDER = to_single(1.44269504089), 12582912.0
 LOG_OF_2 = (0.693359375, to_single(-2.12194440e-4))
-"""In two parts: whole numbers times the first are exact."""
+"""The logarithm of 2 in two parts: integers times the first are exact."""
 EXP_TERMS = tuple(
     map(
         to_single,
         (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1),
     )
 )
-"""Of the polynomial, highest power first; its last two terms are the number itself and one."""
+"""Coefficients of the polynomial, highest power first; its last two terms are the number itself and one."""
 LOG_TERMS = tuple(1 / odd for odd in range(19, 0, -2))
-"""Of the logarithm's series, in double precision, highest power first."""
+"""Coefficients of the logarithm's series, in double precision, highest power first."""
 DOUBLE_LOG_OF_2, ROOT_OF_2 = 0.6931471805599453, 1.4142135623730951
 
 

@@ -31,7 +31,7 @@ class Backend(Protocol):
         """Add the sum of squares to ``out[0]``; set ``out[1]`` to one if anything is not finite."""
 
     def sumsq_each(self, x: Array, spans: Sequence[tuple[int, int]], out: Array) -> None:
-        """Do as `sumsq_finite` does for each span of ``x``, into its row of ``out``."""
+        """Measure each span of ``x`` as `sumsq_finite` does, into its row of ``out``."""
 
     def accumulate(self, accumulator: Array, grad: Array, scale: float) -> None:
         """Add the scaled gradient."""

@@ -70,7 +70,7 @@ class CudaBackend:
         self._launch(("norm", "norm_total"), (1, _NORM_THREADS), (sums.data_ptr(), blocks, out.data_ptr()), x)
 
     def sumsq_each(self, x: Tensor, spans: Sequence[tuple[int, int]], out: Tensor) -> None:
-        """Do as `sumsq_finite` does for each span of ``x``, in one launch; see [Note: the table of spans]."""
+        """Measure each span of ``x`` as `sumsq_finite` does, in one launch; see [Note: the table of spans]."""
         starts, numels = [start for start, _ in spans], [stop - start for start, stop in spans]
         *firsts, blocks = accumulate((-(-numel // BLOCK_NUMEL) for numel in numels), initial=0)
         if not blocks:

@@ -15,7 +15,7 @@ KERNELS = {
     "norm": (*(f"norm{spans}_{kind}" for spans in ("", "_spans") for kind in _FLOATS), "norm_total"),
     "copy": ("copy_pieces",),
 }
-"""Every kernel by its module. Each module is compiled by itself: what a run does not use costs it nothing."""
+"""Every kernel by its module. Each module is compiled by itself: a run compiles only what it uses."""
 OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
 """One rounding an operation, to nearest; denormals kept."""
 
@@ -25,13 +25,13 @@ class Tuning:
     """Choose how steps and accumulation read memory; no choice changes a bit. See [Note: tuning] in step.cu."""
 
     packs: int = 1
-    """Groups of four that a thread has on their way at once."""
+    """Groups of four that a thread processes at once."""
     past: int = 0
-    """Caches are told not to keep what is 1: read, 2: written, 3: both."""
+    """What caches should not keep: 1 reads, 2 writes, 3 both."""
     threads: int = 256
-    """Of a block."""
+    """Threads of a block."""
     blocks: int = 64
-    """At most so many for each multiprocessor; beyond, they take turns."""
+    """The most blocks for each multiprocessor; beyond, they take turns."""
 
     def __str__(self) -> str:
         ways = ("", "reads past caches", "writes past caches", "past caches")
@@ -41,7 +41,7 @@ class Tuning:
 
 
 ONCE = 1 << 20
-"""So many blocks for each multiprocessor that none takes a second turn."""
+"""Enough blocks for each multiprocessor that none takes a second turn."""
 _MANY = {"packs": 2, "past": 3}
 TUNINGS = (
     Tuning(),
@@ -59,7 +59,7 @@ TUNINGS = (
     Tuning(**_MANY, threads=128, blocks=ONCE),
     Tuning(packs=4, past=3, threads=128),
 )
-"""What a benchmark on a device chooses from; the first is what runs otherwise."""
+"""The choices of a benchmark on a device; the first is the default."""
 
 _FOLDER = Path(__file__).parent / "cuda"
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)

@@ -36,7 +36,7 @@ _STREAM_BYTES = 1 << 22
 _COPY_STREAM_BYTES = 1 << 25
 """The same for copies, which read so little that the cache holds more of what they write."""
 _NUMEL_PER_THREAD = 1 << 15
-"""Waking a thread for less than this costs more than it saves."""
+"""Fewer elements than this are not worth waking a thread."""
 
 
 class _AdamScalars(ctypes.Structure):
@@ -48,7 +48,7 @@ class _SgdScalars(ctypes.Structure):
 
 
 _ADAM, _SGD = (attrgetter(*(field.name for field in fields(kind))) for kind in (AdamScalars, SgdScalars))
-"""All numbers of a step; `dataclasses.astuple` would copy each one deeply."""
+"""Return all numbers of a step; `dataclasses.astuple` would copy each one deeply."""
 
 
 class _Step(ctypes.Structure):
@@ -145,7 +145,7 @@ class NativeBackend:
         )
 
     def sumsq_each(self, x: Array, spans: Sequence[tuple[int, int]], out: Array) -> None:
-        """Do as `sumsq_finite` does for each span of ``x``, into its row of ``out``, in one call."""
+        """Measure each span of ``x`` as `sumsq_finite` does, into its row of ``out``, in one call."""
         places = array("Q", chain.from_iterable(spans))
         longest = max(map(sub, places[1::2], places[::2]), default=0)
         self._call["sumsq_spans"](

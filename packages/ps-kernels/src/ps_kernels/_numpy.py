@@ -90,7 +90,7 @@ class NumpyBackend:
             out[:1] += _fold(sums)
 
     def sumsq_each(self, x: Array, spans: Sequence[tuple[int, int]], out: Array) -> None:
-        """Do as `sumsq_finite` does for each span of ``x``, into its row of ``out``."""
+        """Measure each span of ``x`` as `sumsq_finite` does, into its row of ``out``."""
         for row, (start, stop) in enumerate(spans):
             self.sumsq_finite(x[start:stop], out[row])
 

@@ -80,7 +80,7 @@ class TorchBackend:
         out[:1].add_(_fold(padded)[0])
 
     def sumsq_each(self, x: Tensor, spans: Sequence[tuple[int, int]], out: Tensor) -> None:
-        """Do as `sumsq_finite` does for each span of ``x``, into its row of ``out``."""
+        """Measure each span of ``x`` as `sumsq_finite` does, into its row of ``out``."""
         for row, (start, stop) in enumerate(spans):
             self.sumsq_finite(x[start:stop], out[row])
 

@@ -17,16 +17,16 @@ class ModelConfig:
     checkpoint_blocks: bool | Collection[int] = False
     """Blocks that keep only their input for backward and recompute the rest: all, none, or these numbers."""
     offload_checkpoints: bool = False
-    """Keep these inputs in the computer's memory until backward asks for them."""
+    """Keep these inputs in host memory until backward needs them."""
     dropout: float = 0.0
-    """Of embeddings and of what each block adds."""
+    """The dropout rate of embeddings and of what each block adds."""
     attention_dropout: float = 0.0
     loss_chunk_tokens: int | None = 1024
-    """Tokens whose logits exist at a time where labels are given; None: all at once, and `logits` are returned too."""
+    """Tokens whose logits exist at a time with labels; None: all at once, and `logits` are returned too."""
     tiles: int = 1
-    """Pieces of each block's matrices, every one a parameter of its own (`TiledLinear`)."""
+    """Number of parameters that each block's matrices are cut into (`TiledLinear`)."""
     cpu_embedding: bool = False
-    """Look tokens up in the computer's memory, where their table stays; not where the head is that table."""
+    """Look tokens up in host memory, where their table stays; not if the head is that table."""
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -77,11 +77,11 @@ class DecoderConfig(ModelConfig):
     head_tiles: int = 1
     """Number of parameters that the head's matrix is cut into, by words, if it is not the token table."""
     experts: int = 0
-    """MLPs a block chooses among for each token; 0: one MLP for all."""
+    """Number of MLPs from which a block chooses for each token; 0: one MLP for all."""
     experts_chosen: int = 2
-    """For each token."""
+    """Number of experts chosen for each token."""
     balance_weight: float = 0.01
-    """Of the experts' balance in the loss."""
+    """The weight of the experts' balance in the loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

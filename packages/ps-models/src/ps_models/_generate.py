@@ -11,7 +11,7 @@ from ps_core._errors import InvalidInput
 from ps_models._config import ModelConfig
 
 _COLD = 1e-4
-"""Below this temperature the likeliest token has all of the probability, or what logits are divided by is zero."""
+"""Below this temperature the likeliest token is taken: it has all of the probability, or the division fails."""
 
 
 class LanguageModel(Protocol):

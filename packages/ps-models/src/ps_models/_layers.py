@@ -28,7 +28,7 @@ class Initialiser:
 
     std: float
     truncated: bool = False
-    """Without what is beyond two standard deviations."""
+    """True: draw nothing beyond two standard deviations."""
 
     def __call__(self, weight: Tensor) -> None:
         """Draw the weight. Do nothing on meta: drawing would load torch's compiler, and the engine draws later."""

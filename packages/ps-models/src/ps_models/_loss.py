@@ -31,7 +31,7 @@ from ps_models._config import DecoderConfig
 from ps_models._tiled_loss import add_product, check_labels, tiled_loss
 
 IGNORED = -100
-"""The label of a token that has no part in the loss."""
+"""The label of a token that does not count in the loss."""
 
 
 def next_labels(labels_bl: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class _ChunkedLoss(Function):
                 "expected a loss over whole logits; set loss_chunk_tokens=None"
             )
         count, *found = ctx.saved_tensors
-        scale = gradient / count.clamp(min=1)  # where no token counts, the loss is not a number, but nobody's gradient
+        scale = gradient / count.clamp(min=1)  # without a token that counts the loss is nan, but gradients are zero
         left = iter(found)
         return (*(next(left) * scale if wanted else None for wanted in ctx.wanted), None, None, None)
 
@@ -193,7 +193,7 @@ class _Sums:
         return powers_rv.mul_(counts_r1 / sums_r1).scatter_add_(1, labels_r1, -counts_r1.float())
 
     def _errors_by_kernel(self, logits_rv: Tensor, labels_r: Tensor) -> Tensor | None:
-        """Do as `_errors` does, over the logits; in fp32 if they are summed for a bias."""
+        """Compute the loss and errors as `_errors` does, over the logits; in fp32 if they are summed for a bias."""
         if self.of_bias:
             logits_rv = logits_rv.float()
         losses_r = torch.empty(len(labels_r), dtype=torch.float32, device=logits_rv.device)

@@ -20,7 +20,7 @@ from ps_models._layers import TiledLinear
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 Entries = dict[str, Any]
-"""Of a ``config.json``. (Any: JSON.)"""
+"""The contents of a ``config.json``. (Any: JSON.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +28,17 @@ class Files:
     """Describe a family's files: what they say, and in which words."""
 
     read: Callable[[Entries], Entries]
-    """Fields of our configuration from theirs, the shape's not among them."""
+    """Convert Hugging Face's fields to this package's configuration, except the shape's."""
     write: Callable[[Any], Entries]
-    """Theirs from ours. (Any: a family's configuration.)"""
+    """Convert this package's configuration to Hugging Face's. (Any: a family's configuration.)"""
     architecture: Callable[[str, TransformerShape], str]
-    """Hugging Face's class for one of ours, by its name."""
+    """Return Hugging Face's class for one of this package's, by its name."""
     base: str
-    """What the names of all but the heads begin with; files of the bare model leave it out."""
+    """The prefix of all names but the heads'; files of the bare model leave it out."""
     heads: tuple[str, ...]
-    """What the names of heads begin with."""
+    """Prefixes of the heads' names."""
     ignored: tuple[str, ...] = ()
-    """Endings of what files hold that is no parameter, or is a tied one again."""
+    """Endings of names in files that are no parameter, or a tied one again."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Endings of old names, and the new ones."""
 
@@ -48,10 +48,10 @@ class Pretrained(nn.Module):
 
     files: ClassVar[Files]
     config_type: ClassVar[type[Any]]
-    """Of its configuration. (Any: each family has its own.)"""
+    """The class of its configuration. (Any: each family has its own.)"""
     config: Any
     classes: int | None = None
-    """How many a classifier tells apart; None: it is none."""
+    """Number of a classifier's classes; None: it is no classifier."""
     classifies: ClassVar[bool] = False
 
     @classmethod

@@ -24,7 +24,7 @@ from torch.nn import functional
 from ps_core import InvalidInput
 
 _ELSEWHERE = -1
-"""The label of a token whose word is another tile's, or that does not count."""
+"""The label of a token whose word is in another tile, or that does not count."""
 
 
 def tiled_loss(x_nh: Tensor, tables: Sequence[Tensor], labels_n: Tensor, *, ignored: int, rows: int) -> Tensor:
@@ -49,7 +49,7 @@ def check_labels(labels_n: Tensor, vocabulary: int, ignored: int) -> None:
     if type(labels_n) is not Tensor:
         return  # a fake pass has no values
     wrong_n = (labels_n != ignored) & ((labels_n < 0) | (labels_n >= vocabulary))
-    if labels_n.device.type != "cpu":  # where nobody waits for the answer
+    if labels_n.device.type != "cpu":  # on a device the host must not wait for the check
         torch._assert_async(~wrong_n.any(), f"a label is out of bounds: expected 0 to {vocabulary - 1}")
     elif wrong_n.any():
         raise IndexError(

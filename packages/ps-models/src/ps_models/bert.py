@@ -55,11 +55,11 @@ class BERTOutput:
     """The output of a forward pass."""
 
     loss: Tensor | None = None
-    """Of the masked words, of the next sentence, or their sum, in fp32; None without labels."""
+    """The loss in fp32: of the masked words, of the next sentence, or their sum; None without labels."""
     prediction_logits: Tensor | None = None
-    """Shape blv; None where the loss was computed in chunks."""
+    """Logits of shape blv; None if the loss was computed in chunks."""
     seq_relationship_logits: Tensor | None = None
-    """Shape (batch, 2); None where the shape has no next-sentence head."""
+    """Logits of shape (batch, 2); None if the shape has no next-sentence head."""
 
     @property
     def logits(self) -> Tensor | None:
@@ -73,7 +73,7 @@ class ClassifierOutput:
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    """Shape (batch, classes)."""
+    """Logits of shape (batch, classes)."""
 
 
 class Embeddings(nn.Module):

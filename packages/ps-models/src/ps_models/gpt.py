@@ -45,7 +45,7 @@ class GPTConfig(DecoderConfig):
 
     norm_epsilon: float = 1e-5
     position_std: float = 0.01
-    """Of the initial position table; GPT-2's own is half as wide as its token table."""
+    """Deviation of the initial position table; GPT-2's own is half that of its token table."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +68,7 @@ class GPTOutput:
     loss: Tensor | None = None
     """Mean negative log-likelihood of the next token, in fp32; None without labels."""
     logits: Tensor | None = None
-    """None where the loss was computed in chunks."""
+    """Logits; None if the loss was computed in chunks."""
 
 
 class Attention(nn.Module):

@@ -172,7 +172,7 @@ class Llama(Pretrained):
         return_logits: bool = False,
         logits_to_keep: int = 0,
     ) -> GPTOutput:
-        """Do as `GPT.forward` does."""
+        """Return logits or the loss, as `GPT.forward` does."""
         x_blh, balance = self.model(input_ids, attention_mask)
         tables = words(self.lm_head, self.model.embed_tokens)
         if labels is None:

@@ -15,10 +15,10 @@ from ps_core._units import format_bytes
 from ps_core._workloads.shapes import Family, Part, placed_tensors
 
 _IDLE = 0.1
-"""A part of the step the GPU may wait without a remark."""
+"""The fraction of a step that the GPU may wait without a remark."""
 _FULL = 0.99
 _GAIN = 1.03
-"""A change that gains less is not worth a line."""
+"""The least speed-up for which a change is mentioned."""
 _MOST_LEVERS = 3
 _WAITS = {
     "host->device": "uploads over the link",
@@ -29,14 +29,14 @@ _WAITS = {
     "cpu": "the optimizer step on the CPU",
 }
 _SPARE = 1.25
-"""Of device memory that would be enough, so much more is suggested."""
+"""Suggested device memory, as a multiple of the least that suffices."""
 _HUGE = 2**50
 _ROUND = 2**34
-"""Memory is suggested in whole 16 GiB."""
+"""Suggested memory is a multiple of 16 GiB."""
 _TILES = 16
-"""Of a head, at the least."""
+"""The least number of tiles that is suggested for a head."""
 _NODE = 8
-"""GPUs that a node usually has room for."""
+"""The usual number of GPUs of a node."""
 
 
 def advice(subject: Subject, found: Forecast) -> tuple[str, ...]:

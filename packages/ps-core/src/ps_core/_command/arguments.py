@@ -14,7 +14,7 @@ from ps_core._units import parse_bytes
 from ps_core._version import __version__
 
 _LEAST_BYTES = 4096
-"""A smaller number without a unit is no size that anyone means."""
+"""A smaller number without a unit is refused: it was meant otherwise."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,7 +2,7 @@
 
 [Note: two ways of counting TFLOPS]
 The usual published figures count 8 operations per parameter and token. Those are 2 in forward, 4 in backward, and 2 for
-the forward that activation checkpointing repeats. Attention and the head's width count nothing. By contrast, *model
+the forward that activation checkpointing repeats. Attention and the head's width are not counted. By contrast, *model
 FLOPs* count what the mathematics needs: three times the forward moments' operations. Attention is included, repetition
 is not.
 """
@@ -32,7 +32,7 @@ from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
 
 _STALLED = 0.05
-"""A plan that leaves the compute queue idle longer than this part of a step is worth a second try."""
+"""If a plan leaves the compute queue idle for a larger fraction of a step, another one is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +46,22 @@ class Training:
     precision: Precision = Precision.BF16
     accumulate: int = 1
     optimizer_states: int = 2
-    """Of each parameter, in fp32, besides its master."""
+    """Number of fp32 tensors that the optimizer keeps for each parameter besides its master."""
     checkpointing: bool = True
     offload_checkpoints: bool | None = False
-    """None: whichever is faster, or fits."""
+    """True: offload checkpoints; None: whichever is faster, or fits."""
     chunked_loss: bool = True
-    """As ps_models computes it."""
+    """True: compute the loss in chunks, as ps_models does."""
     untied_head: bool = False
     """Give a model whose head is its token table a head of its own."""
     cpu_embedding: bool = False
-    """Keep the token table in the host's memory; see `keeps_table_apart`."""
+    """Keep the token table in host memory; see `keeps_table_apart`."""
     head_tiles: int = 1
     policy: Policy = Policy.BELADY
     step_in_backward: bool = False
-    """As ``Options(step="in_backward")``."""
+    """True: step groups during backward, as ``Options(step="in_backward")``."""
     group_bytes: int | None = None
-    """Of computed weights; None: searched."""
+    """Bytes of a group's computed weights; None: searched."""
     quick: bool = False
 
     def __post_init__(self) -> None:
@@ -128,9 +128,9 @@ class Forecast:
     trace: Trace
     planned: Planned
     offloads: bool
-    """Whether checkpoints may leave the compute tier."""
+    """True if checkpoints may leave the compute tier."""
     table: HostTable | None = None
-    """The token table, where it is in the host's memory: the plan does not know of it."""
+    """The token table if it is in host memory: the plan does not contain it."""
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -323,7 +323,7 @@ def trace_of(subject: Subject, training: Training, *, offload: bool) -> Trace:
     subject = model_of(subject, training)
     if isinstance(subject, Trace):
         return subject
-    # Also where it changes nothing: a model that cannot have it would be refused by whoever builds it.
+    # Also if the options have no effect: building a model that cannot have them would fail.
     check_apart(subject, head_tiles=training.head_tiles, cpu_embedding=training.cpu_embedding)
     return analytic_trace(subject, training.workload(offload=offload))
 

@@ -21,16 +21,16 @@ from ps_core._workloads.named_shapes import gpt, names, shape
 from ps_core._workloads.shapes import Family, TransformerShape
 
 HIDDEN = (2048, 3072, 4096, 6144, 8192, 9216, 12288)
-"""Hidden sizes tried."""
+"""Hidden sizes that are tried."""
 _MOST_LAYERS = 512
 _DEEP = 160
-"""Layers up to which the group size is searched; beyond, groups hold several layers, so that planning stays quick."""
+"""Group sizes are searched up to this many layers. Beyond, groups hold several layers, so that planning stays quick."""
 _FEW_LAYERS = 8
-"""Of models from which the bound of larger ones is expected."""
+"""Layers of the small models from which the bound of larger ones is extrapolated."""
 _LEAST_BYTES = 14
-"""Of model data, a parameter."""
+"""The least bytes of model data for a parameter."""
 _GAIN = 1.02
-"""Another hidden size must promise this much more before it is looked at."""
+"""Another hidden size is tried only if it may have more parameters by this factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Largest:
     shape: TransformerShape
     forecast: Forecast
     limit: str
-    """What stopped a larger one."""
+    """What made a larger model fail."""
 
 
 def largest(
@@ -82,7 +82,7 @@ class _Hunt:
         self._best: Largest | None = None
         self._failed: dict[int, str] = {}
         self._last = 0.0
-        """TFLOPS of the plan that was last found too slow; 0: its moves did not overlap, or there was none."""
+        """TFLOPS of the last plan that was too slow; 0: its moves did not overlap, or there was none."""
 
     def run(self) -> Largest | None:
         training = self._training

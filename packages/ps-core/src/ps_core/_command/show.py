@@ -27,7 +27,7 @@ class Case:
     subject: Subject
     training: Training
     assumed: tuple[str, ...] = ()
-    """What nobody said, and was taken to be so."""
+    """Values that the user did not give, and that were assumed."""
 
     @property
     def model(self) -> str:

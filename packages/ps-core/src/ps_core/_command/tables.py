@@ -29,9 +29,9 @@ from ps_core._simulate.machine import Machine
 from ps_core._units import align_up
 
 _KEPT_BYTES = 32 * 2**20
-"""Of memory given back, glibc keeps no larger pieces."""
+"""The largest piece of freed memory that glibc keeps for reuse."""
 _FRESH_BANDWIDTH = 4e9
-"""A page of 4 KiB in a microsecond, as usual computers have it; one in a virtual machine took three."""
+"""Bytes a second of new pages: 4 KiB in a microsecond on usual computers; a virtual machine took three."""
 UP, DOWN, CPU = "host->device", "device->host", "cpu"
 
 
@@ -42,11 +42,11 @@ class HostTable:
     numel: int
     width: int
     tokens: int
-    """Looked up in one micro-batch."""
+    """Tokens that are looked up in one micro-batch."""
     element_bytes: int
     accumulate: int
     states: int = 2
-    """Of the optimizer, for each element."""
+    """Number of fp32 states that the optimizer keeps for each element."""
 
     @property
     def sums(self) -> bool:

@@ -19,7 +19,7 @@ def timeline_text(found: Forecast, path: str) -> str:
     node = training.cluster.ranks_per_node
     early = found.planned.early
     pieces = planned_pieces(program, plan, training.machine, names, ranks_per_node=node, early=early).pieces
-    begin, end = step_window(pieces, 1, 2)  # one step that follows another, and is followed by one
+    begin, end = step_window(pieces, 1, 2)  # the middle one of three steps
     shown: dict[str, Sequence[Piece]] = {"planned": pieces}
     if path.endswith(".json"):
         return json.dumps(chrome_trace(shown))

@@ -23,11 +23,11 @@ class Piece:
     end: int
     owner: Extent | None = None
     since: int = NEVER_FREED
-    """The last instruction known to touch it; once it is free, the one that released it."""
+    """The last instruction known to touch the piece; once it is free, the one that released it."""
     idle: bool = False
-    """Its owner is not needed any more, but its slot has not been released."""
+    """True if the owner is not needed any more, but its slot has not been released."""
     key: tuple[float, int, int] | None = None
-    """What keeping it is worth, since when it is idle, its first address. None: it must stay."""
+    """The worth of keeping the piece, the last instruction on it, its first address. None: it must stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Arena:
     def __init__(self, offset: int, end: int) -> None:
         self.bytes = max(0, end - offset)
         self._pieces: dict[int, Piece] = {}
-        """By first address; each ends where the next begins."""
+        """Pieces by first address; each ends where the next begins."""
         self._order: list[tuple[float, int, int]] = []
-        """The keys of all pieces that may go."""
+        """The keys of all pieces that may be evicted."""
         if end > offset:
             self._pieces[offset] = piece = Piece(offset, end)
             self._place(piece, EMPTY)
@@ -101,7 +101,9 @@ class Arena:
             begin = piece.end
 
     def allocate(self, window: Window, size: int, owner: Extent) -> tuple[Piece, tuple[int, ...]]:
-        """Give a window, which is all free now, to ``owner`` until rated; return it, and what released its bytes."""
+        """Give a free window to ``owner``, which stays until it is rated; return the piece and what released its
+        bytes.
+        """
         first, last = window.pieces[0], window.pieces[-1]
         for part in window.pieces:
             self._place(part, None)
@@ -148,7 +150,7 @@ class _Runs:
 
     def __init__(self) -> None:
         self.ends: dict[int, int] = {}
-        """By where they begin."""
+        """Ends of ranges by their beginnings."""
         self._begins: dict[int, int] = {}
 
     def add(self, begin: int, end: int) -> tuple[int, int]:

@@ -61,7 +61,7 @@ class Arrangement:
         self.pins: set[Extent] = set()
         self.holds = Holds(program, name)
         self.fixed: frozenset[Extent] = frozenset()
-        """Pinned extents that must not be shifted either: their memory is still referenced."""
+        """Pinned extents that must not be moved within their tier either: their memory is still referenced."""
         self.tide_bytes = 0
         self.now = -1
         self.place = "between segments"

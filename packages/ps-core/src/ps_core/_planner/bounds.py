@@ -20,9 +20,9 @@ from ps_core._plan import Tier
 from ps_core._program import Extent, Kind, Program, SegmentName, Visit
 
 ALL_TIERS = "all tiers together"
-"""The whole hierarchy, as `DoesNotFit` has it."""
+"""The name of all tiers together in `DoesNotFit`."""
 STEP_TIER = "one tier with a processor"
-"""Where a step happens, as `DoesNotFit` has it."""
+"""The name of the tier of a step in `DoesNotFit`."""
 
 
 @dataclass(frozen=True, slots=True)

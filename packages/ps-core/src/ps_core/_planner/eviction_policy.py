@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 NEVER = 1e300
-"""Later than any moment, and dearer than any of them."""
+"""A moment later than any other, whose worth is above all others."""
 
 
 class Policy(StrEnum):
@@ -25,7 +25,7 @@ class Policy(StrEnum):
     LRU = "lru"
     FIFO = "fifo"
     STATIC = "static"
-    """A fixed set stays, chosen beforehand; everything else only passes through."""
+    """Keeps a fixed set that is chosen beforehand; all other extents are evicted after use."""
 
 
 class Ranker(Generic[Key]):

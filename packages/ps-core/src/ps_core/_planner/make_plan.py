@@ -62,9 +62,9 @@ class Walker:
         self._pins: dict[tuple[Extent, int], int] = {}
         self._arenas = frame.arenas(segment)
         self._owners: dict[int, Extent] = {}
-        """By slot, outside home."""
+        """The owner of each slot outside home slots."""
         self._stirred: set[Extent] = set()
-        """Those whose copies may be worth something else than their arenas know."""
+        """Extents whose copies' worth may differ from what their arenas know."""
 
     # What is where.
 

@@ -16,7 +16,7 @@ class Placement:
     states: tuple[int, ...]
     steps: tuple[int, ...]
     weight: Kind = Kind.P16
-    """The kind that ``weights`` is about; fp32 weights are among the optimizer's extents, or apart from them."""
+    """The kind that ``weights`` places. Other fp32 weights are placed with the optimizer's extents."""
 
     def home_tier(self, kind: Kind, group: int) -> int:
         """Return the home tier of one of `Program.home_kinds`."""

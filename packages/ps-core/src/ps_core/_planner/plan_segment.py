@@ -145,7 +145,7 @@ class _Moments(Walker):
                 self.pin((use.extent, 0))
         return pins
 
-    # What a moment was the last to need.
+    # Extents that a moment is the last to need.
 
     def _leave(self, visit: Visit) -> None:
         for group in self.program.completions[visit.index]:

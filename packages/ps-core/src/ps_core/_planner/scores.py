@@ -24,9 +24,9 @@ from ps_core._simulate.machine import Machine
 
 _STREAM_STRIDES = (16, 8, 4, 2, 1)
 _GRID = 4
-"""Points of the first look at how many groups to keep resident."""
+"""Number of evenly spaced trials of how many groups to keep resident."""
 _SAME = 1.02
-"""Step times this near are equal: moved bytes decide."""
+"""Step times within this factor count as equal: moved bytes decide."""
 
 Score = tuple[float, int]
 """Predicted seconds a step, and moved bytes."""
@@ -60,9 +60,9 @@ class Scorer:
         self._policy = policy
         self._issuing = Issuing(program, tiers, machine, ranks_per_node, in_backward=in_backward)
         self._passes: dict[tuple[int, SegmentName], Priced] = {}
-        """By resident groups. Where groups step changes nothing in them."""
+        """Costs of segments by the number of resident groups, which alone decides them."""
         self._known: dict[tuple[int, int], Score | NoRoom] = {}
-        self._floor_s = float("inf")  # no placement has the compute queue do less
+        self._floor_s = float("inf")  # the least step time of any placement: the compute queue's work
 
     def placement(self, resident: int, stride: int) -> Placement:
         """Place the first groups resident; of the others, every ``stride``-th steps on the compute tier (0: none).
@@ -135,7 +135,7 @@ class Scorer:
         if len(self.tiers) == 1:
             return len(sizes), len(sizes)
         needed = lower_bounds(self.program, self.tiers)[0].needed_bytes
-        if self._next_is_disk:  # what a moment uses is then among what stays
+        if self._next_is_disk:  # then whatever a moment uses is resident
             needed = max((visit.nonmodel_bytes for visit in self.program.visits), default=0)
         above = self.tiers[0].capacity_bytes - needed
         most = 0

@@ -41,7 +41,7 @@ class Setup:
 
     ranks: int = 1
     ranks_per_node: int | None = None
-    """None: all processes share one node."""
+    """Processes of a node; None: all."""
     precision: Precision = Precision.BF16
     accumulate: int = 1
     training: bool = True
@@ -49,12 +49,12 @@ class Setup:
     """Tensors in fp32 that the optimizer keeps for each parameter besides its master."""
     policy: Policy = Policy.BELADY
     group_numel: int | None = None
-    """None: searched."""
+    """Elements of a group; None: searched."""
     nonmodel_overhead: float = 0.0
     step_in_backward: bool = False
     """Step groups as soon as their gradients are complete; see `_simulate.steps_in_backward`."""
     quick: bool = False
-    """Look at few candidates: for asking whether something fits, and roughly how fast it is."""
+    """Try few candidates, to learn whether something fits, and roughly how fast it is."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.precision, Precision) or not isinstance(self.policy, Policy):
@@ -72,7 +72,7 @@ class Planned:
     plan: Plan
     prediction: Prediction
     placement: Placement | None
-    """None: the tight planner's, which keeps no fixed placement of work."""
+    """Where groups are; None: the tight planner's plan, whose steps are on no fixed tier."""
     early: EarlySteps = field(default_factory=dict)
     """Steps that begin within backward."""
 
@@ -133,7 +133,7 @@ class Search:
             placement = scorer.placement(found.resident, found.stride)
             try:
                 plan = make_plan(make_frame(scorer.program, self._tiers, placement, self._setup.policy))
-            except NoRoom as refusal:  # in a segment that scoring leaves out
+            except NoRoom as refusal:  # raised by a segment that scoring leaves out
                 scorer.refuse(found, refusal)
             else:
                 return _checked(scorer.program, plan, self._machine, self._setup, placement)

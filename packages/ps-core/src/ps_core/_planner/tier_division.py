@@ -52,15 +52,15 @@ class Frame:
     home: tuple[Held, ...]
     home_ends: tuple[int, ...]
     line_bytes: int
-    """End of the compute tier's arena while moments run: capacity less the most non-model bytes."""
+    """Where the compute tier's arena ends while moments run: capacity less the most non-model bytes."""
     gathered_bytes: int
-    """Of that arena, kept for gathered groups."""
+    """Bytes of that arena for gathered groups."""
     scratch_bytes: int
-    """Of that arena, kept for reduce-scatters."""
+    """Bytes of that arena for reduce-scatters."""
     deep: bool
-    """Whether there is room to gather for the next moment while this one runs."""
+    """True if there is memory to gather for the next moment while this one runs."""
     kept: frozenset[int]
-    """Groups the static policy never gives up."""
+    """Groups that the static policy never evicts."""
     classes: tuple[int, int]
     """Slots on the compute tier are multiples of these: for shards, for gathered groups."""
 

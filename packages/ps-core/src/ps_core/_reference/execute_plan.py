@@ -40,7 +40,7 @@ class Order(StrEnum):
 
     RANDOM = "random"
     EARLIEST = "earliest"
-    """Moves as early as they may be, moments as late."""
+    """Moves as early as allowed, moments as late as possible."""
     LATEST = "latest"
     """Moves only when nothing can be computed."""
 
@@ -66,7 +66,7 @@ class Execution:
     order: Order = Order.RANDOM
     seed: int = 0
     overlap: bool = False
-    """Let a segment begin while the one before it still moves, joined by address; else one after the other."""
+    """True: a segment begins while the one before still moves, ordered by address. False: one after the other."""
     observer: Callable[[Observed], None] | None = None
 
 
@@ -85,7 +85,7 @@ class _Flight:
     leg: Leg
     queues: dict[Queue, deque[Instr]]
     left: dict[int, list[Range]]
-    """Instructions not complete, with the addresses they touch."""
+    """Instructions that are not complete, with the addresses that they touch."""
 
     def ready(self, instr: Instr) -> bool:
         return not any(other in self.left for other in instr.after)
@@ -101,7 +101,7 @@ class _Reference:
     scaler: Scaler = field(init=False)
     processes: list[Process] = field(init=False)
     flights: list[list[_Flight]] = field(init=False)
-    """By process, oldest segment first."""
+    """Running segments of each process, oldest first."""
     legs: list[Leg] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     rng: random.Random = field(init=False)
@@ -279,7 +279,7 @@ class _Reference:
 
     def _check_end(self, process: Process, leg: Leg) -> None:
         if process.lifecycle is None:
-            return  # the next segment may have changed home already; it checks what it reads
+            return  # the next segment may have changed home slots already, and checks what it reads
         self._check_home(process, leg)
         process.lifecycle.end(leg.name)
 

@@ -11,7 +11,7 @@ from ps_core._plan import Held, Instr, Plan, Reserve, Shift
 from ps_core._program import Extent
 
 POISON = 0xFF
-"""Fills what nobody may read: not-a-number in every precision."""
+"""The byte that fills memory without contents: not-a-number in every precision."""
 
 SlotKey: TypeAlias = tuple[int, int]
 """A segment's serial number and its number for the slot (-1: before the first segment)."""
@@ -34,7 +34,7 @@ class Slot:
     bytes: int
     tag: Tag | None = None
     moves: int = 0
-    """How often it was put somewhere else."""
+    """How often the slot was moved."""
 
 
 class Bank:

@@ -39,7 +39,7 @@ class Process:
     training: Training
     bank: Bank = field(init=False)
     lifecycle: Lifecycle | None
-    """None where segments overlap, and tensors' events with them."""
+    """The tensors' states; None if segments overlap, and so their events."""
     losses: dict[int, list[float]] = field(default_factory=dict)
     parts: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """Norm parts by group."""
@@ -49,13 +49,13 @@ class Process:
     """Home slots that segments have used."""
     saved: Saved = field(default_factory=dict)
     aside: dict[int, Floats] = field(default_factory=dict)
-    """Partial gradients of tensors whose payload is still to be read."""
+    """Partial gradients of tensors whose weights are still to be read."""
     over: set[int] = field(default_factory=set)
-    """Tensors whose gradient lies over their payload by now."""
+    """Tensors whose gradient was written over their weight."""
     running: int = -1
-    """Serial number of the pass whose moments are being run."""
+    """Serial number of the pass whose moments are running."""
     used: dict[Extent, tuple[Slot, int]] = field(default_factory=dict)
-    """Slots of its last moment, and how often each had been moved."""
+    """Slots of the last moment, and how often each had been moved."""
     last_reads: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -29,13 +29,13 @@ class Call:
 
     moment: int
     weights: Mapping[int, Floats]
-    """The payloads of the tensors it reads."""
+    """The weights that the moment reads."""
     activations: Mapping[int, bytes]
-    """The activations it takes."""
+    """The activations that the moment takes."""
     saved: Saved
     batch: bytes
     loss_scale: float
-    """What the gradient of the loss is multiplied by."""
+    """The factor of the loss's gradient."""
     training: bool
 
 
@@ -46,7 +46,7 @@ class Outcome:
     grads: Mapping[int, Floats] = field(default_factory=dict)
     activations: Mapping[int, bytes] = field(default_factory=dict)
     saved: Saved = field(default_factory=dict)
-    """What the next moment finds in ``Call.saved``."""
+    """The next moment's ``Call.saved``."""
     loss: float | None = None
 
 
@@ -69,7 +69,7 @@ class Training:
     """Say how a network is trained: data, optimizer, clipping, loss scale, and simulated failures."""
 
     batch: Callable[[int, int, int], bytes]
-    """Data of an iteration, micro-batch and process. Evaluations take micro-batch -1."""
+    """A function that returns the data of an iteration, micro-batch and process. Evaluations have micro-batch -1."""
     iterations: int = 3
     optimizer: Optimizer = field(default_factory=lambda: AdamW(lr=0.01))
     max_grad_norm: float | None = None
@@ -80,7 +80,7 @@ class Training:
     evaluate_after: frozenset[int] = frozenset()
     """Iterations followed by an evaluation."""
     overflow_at: frozenset[int] = frozenset()
-    """Iterations in which an infinity turns up in a gradient of process 0."""
+    """Iterations in which a gradient of process 0 gets an infinity."""
 
     def __post_init__(self) -> None:
         if self.iterations < 0 or self.growth_interval < 1 or not self.loss_scale > 0:
@@ -92,9 +92,9 @@ class Trained:
     """The result of a training; two runs of the same training are equal in every field, bit for bit."""
 
     losses: tuple[float, ...]
-    """By iteration, micro-batch and process."""
+    """Losses by iteration, micro-batch and process."""
     evaluations: tuple[float, ...]
-    """By evaluation and process."""
+    """Losses of evaluations by evaluation and process."""
     norms: tuple[float, ...]
     """Gradient norm of each iteration, unscaled; infinite where the step was skipped."""
     skipped: tuple[int, ...]

@@ -45,27 +45,27 @@ class Prediction:
     """The prediction for one training step, on one process, once steps follow each other steadily."""
 
     step_time_s: float
-    """As the engine carries the plan out; see [Note: as the engine issues]."""
+    """Seconds of a step as the engine carries the plan out; see [Note: as the engine issues]."""
     bound_step_time_s: float
-    """If segments overlapped wherever the plan's addresses allow it; see [Note: the clock]."""
+    """Seconds of a step if segments overlapped wherever the plan's addresses allow it; see [Note: the clock]."""
     forward_s: float
-    """To the start of backward, with what the first moment waits for."""
+    """Seconds to the start of backward, with what the first moment waits for."""
     backward_s: float
-    """To the end of the last moment."""
+    """Seconds of backward, to the end of the last moment."""
     update_s: float
-    """The rest of the step: optimizer, and moves that neither pass hides."""
+    """Seconds of the rest of the step: optimizer, and moves that neither pass hides."""
     stalled_s: float
-    """Of the step, how long the compute queue has nothing to do."""
+    """Seconds of the step in which the compute queue has nothing to do."""
     elapsed_s: float
-    """All steps simulated for the bound, from a standing start."""
+    """Seconds of all steps simulated for the bound."""
     busy_s: Mapping[str, float]
-    """Per queue and step."""
+    """Seconds by queue, in a step."""
     moved_bytes: Mapping[str, int]
-    """Per link and step; ``wire`` is what one process sends to the others."""
+    """Bytes by link, in a step; ``wire`` is what one process sends to the others."""
     evictions: int
-    """Copies to a slower tier, a step."""
+    """Copies to a slower tier in a step."""
     peak_bytes: Mapping[str, int]
-    """Per tier, non-model bytes included, with instructions taken in list order."""
+    """Bytes by tier, non-model bytes included, with instructions taken in list order."""
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data for JSON and logs."""
@@ -202,7 +202,7 @@ def _predict(program: Program, plan: Plan, steps: list[_Stage], bound: float, el
     copied = [sum(each.work.copied_bytes[queue] for each in timed) for queue in Queue]
     return Prediction(
         step_time_s=step,
-        bound_step_time_s=min(step, max(bound, *busy)),  # streams wait for less than all of ``after``
+        bound_step_time_s=min(step, max(bound, *busy)),  # the bound waits for all of ``after``, streams for less
         forward_s=forward,
         backward_s=backward,
         update_s=max(0.0, step - forward - backward),

@@ -21,15 +21,15 @@ from ps_core._plan import Tier
 from ps_core._units import ALIGNMENT_BYTES
 
 DEVICE_RESERVE_BYTES = 600 * 10**6
-"""CUDA context, cuBLAS workspaces, kernels."""
+"""Bytes of the CUDA context, cuBLAS workspaces and kernels."""
 DEVICE_RESERVE_NCCL_BYTES = 1200 * 10**6
-"""The same with NCCL's channels and buffers."""
+"""Bytes of the same with NCCL's channels and buffers."""
 HOST_RESERVE_BYTES = 4 * 10**9
-"""Of a node, for the operating system."""
+"""Bytes of a node for the operating system."""
 HOST_RESERVE_PER_RANK_BYTES = 2_500_000_000
-"""For each process's interpreter, libraries and batches."""
+"""Bytes for each process's interpreter, libraries and batches."""
 FRAGMENTATION = 0.05
-"""A part of non-model bytes, added to them."""
+"""The fraction of non-model bytes that is added to them."""
 LINK_HOP_S, NODE_HOP_S = 3.4e-6, 14e-6
 """Seconds from a GPU to the next, within a node and to another, by NCCL's own model for large messages."""
 
@@ -60,7 +60,7 @@ class Cluster:
     host_memory: int
     disk: int = 0
     device_reserve: int | None = None
-    """None: `DEVICE_RESERVE_BYTES`, with several GPUs `DEVICE_RESERVE_NCCL_BYTES`."""
+    """Bytes of each GPU; None: `DEVICE_RESERVE_BYTES`, with several GPUs `DEVICE_RESERVE_NCCL_BYTES`."""
     host_reserve: int = HOST_RESERVE_BYTES
     host_reserve_per_rank: int = HOST_RESERVE_PER_RANK_BYTES
     nonmodel_overhead: float = FRAGMENTATION

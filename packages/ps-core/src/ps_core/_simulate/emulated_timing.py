@@ -15,7 +15,7 @@ from ps_core._errors import PlanMismatch
 from ps_core._plan import Instr, Queue, Run, Segment, Step
 
 LINKS = frozenset({Queue.H2D, Queue.D2H, Queue.DISK_R, Queue.DISK_W})
-"""Queues that the processor launches on where it plays the accelerator."""
+"""Queues on which the thread of an emulated accelerator launches."""
 
 
 def play(segment: Segment, seconds: list[float], thread_s: list[float]) -> tuple[list[float], float]:
@@ -55,7 +55,7 @@ class _Walk:
                 self._issue(place, instr)
                 moved = True
                 if queue is Queue.CPU or isinstance(instr.op, Step):
-                    break  # the thread has worked for a while, and copies may wait for what it did
+                    break  # this took time: first issue copies that wait for it
         return moved
 
     def next_moment(self) -> bool:

@@ -31,7 +31,7 @@ from ps_core._simulate.steps_in_backward import EarlySteps, early_steps, newest_
 from ps_core._simulate.timeline import EarlySeconds, Ran, Timeline
 
 _ROUNDS = 3
-"""Steps that are timed until one follows the other steadily."""
+"""Steps that are timed until they follow each other steadily."""
 
 
 class Priced(NamedTuple):
@@ -45,14 +45,14 @@ class Timed(NamedTuple):
     """A segment of a step, with its times."""
 
     begin: float
-    """When the streams are free for it."""
+    """The time at which the streams are free for the segment."""
     seconds: float
-    """Until the next segment begins, or everything is over."""
+    """Seconds until the next segment begins, or everything is over."""
     ends: list[float]
-    """Of each instruction."""
+    """The end of each instruction."""
     work: Work
     busy_s: list[float]
-    """By queue."""
+    """Seconds by queue."""
 
 
 class Issuing:
@@ -201,7 +201,7 @@ class _Split:
         self.rest, self.seconds = replace(step.segment, instrs=tuple(rows)), [seconds[row.id] for row in self.kept]
         left = any(isinstance(row.op, Step) and row.queue is Queue.CPU for row in rows)
         self.behind: EarlySeconds | None = None if left else {}
-        """None: the decision waits for norms of what is left on the host, and so for the worker."""
+        """Steps that begin early; None: the decision waits for norms on the host, and so for the worker."""
 
 
 def _alone(priced: Priced, ends: list[float], seconds: float) -> Timed:

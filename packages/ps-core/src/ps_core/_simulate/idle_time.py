@@ -27,12 +27,12 @@ class Cause(StrEnum):
     """A reason why the accelerator is idle: the work that it waits for."""
 
     FETCH = "fetch"
-    """A copy to it."""
+    """A copy to the accelerator."""
     HOST_STEP = "host_step"
-    """The processor's work (steps, sums, norms), or the copies of gradients that this needs."""
+    """The processor's work (steps, sums, norms), or the copies of gradients for it."""
     DISK = "disk"
     MEMORY = "memory"
-    """A copy from it, behind which memory becomes free."""
+    """A copy from the accelerator that frees memory."""
     COLLECTIVE = "collective"
     LAUNCH = "launch"
     """The thread that launches work."""
@@ -62,10 +62,10 @@ class StepTimes:
 
     steps: int
     seconds: float
-    """From the first moment of the first step to the first moment behind the last one."""
+    """Seconds from the first moment of the first step to the first moment after the last one."""
     busy_s: float
     idle_s: dict[Cause, float]
-    """By cause; together with ``busy_s`` they are all the seconds."""
+    """Seconds by cause; with ``busy_s`` they add up to all seconds."""
 
     @property
     def idle_share(self) -> float:
@@ -136,9 +136,9 @@ class _Before:
         self._by_end = others, [each.end_s for each in others]
         self._of = {(piece.run, id(piece.instr)): piece for piece in pieces if piece.instr is not None}
         self._works: dict[int, list[Piece]] = {}
-        """By copy: the last of the processor's work on each of its slots before."""
+        """For each copy, the processor's last earlier work on each of its slots."""
         self._joined: dict[int, dict[Queue, Piece]] = {}
-        """By run: the last piece of each queue before."""
+        """For each run, the last earlier piece of each queue."""
         touched: dict[tuple[int, int], Piece] = {}
         latest: dict[Queue, Piece] = {}
         for piece in pieces:

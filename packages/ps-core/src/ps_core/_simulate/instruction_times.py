@@ -59,7 +59,7 @@ COUNTED = (Step, Norm, Accumulate, Cast)
 """Instructions that take a processor a minimum time: each calls a kernel for every tensor or group."""
 
 MOVES = (Copy, Reserve, Release, Shift)
-"""What takes it some time however few the bytes."""
+"""Instructions that take a minimum time however few the bytes."""
 
 
 class Work(NamedTuple):
@@ -67,13 +67,13 @@ class Work(NamedTuple):
 
     seconds: list[float]
     copied_bytes: list[int]
-    """By queue, over the links."""
+    """Bytes copied over links, by queue."""
     wire_bytes: int
-    """What one rank sends to the others."""
+    """Bytes that one rank sends to the others."""
     evictions: int
     """Copies to a slower tier."""
     thread_s: list[float]
-    """Where the CPU plays the accelerator: what each instruction takes of its one thread."""
+    """Seconds of each instruction on the one thread of an emulated accelerator."""
 
 
 class Costs:

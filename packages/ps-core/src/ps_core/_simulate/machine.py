@@ -18,7 +18,7 @@ from ps_core._simulate.rates import NUMBERS, OPTIONAL, Machine
 __all__ = ["MACHINES", "NUMBERS", "UNSTEADY", "Machine", "default_machine", "machine", "machine_from_toml"]
 
 UNSTEADY = ("spread: ", "busy machine: ")
-"""How notes in a machine file begin that say what its figures are worth."""
+"""Beginnings of the notes in a machine file that say how reliable its figures are."""
 
 
 def machine_from_toml(text: str, source: str = "machine file") -> Machine:

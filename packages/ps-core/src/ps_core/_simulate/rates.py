@@ -15,58 +15,58 @@ class Machine:
 
     name: str
     memory_bytes: int
-    """Of one accelerator, 0 for none. It finds the machine nearest to a budget, and is the budget if none is given."""
+    """Bytes of one accelerator, 0 for none. It finds the machine nearest to a budget, and is the default budget."""
     host_memory_bytes: int
-    """Of a usual node; likewise."""
+    """Bytes of a usual node; the default budget of the host."""
     matmul_flops: float
-    """16-bit matrix work inside a transformer block, of one GPU."""
+    """Operations a second of 16-bit matrix work inside a transformer block, on one GPU."""
     matmul_flops_fp32: float
-    """The same in fp32 (TF32 where the hardware has it and torch is told to use it: not assumed here)."""
+    """The same in fp32 (TF32 only if PyTorch is told to use it, which is not assumed here)."""
     device_bandwidth: float
-    """Accelerator memory, reads and writes together."""
+    """Bytes a second of accelerator memory, reads and writes together."""
     h2d_bandwidth: float
-    """Pinned host to device, of one GPU while the others copy too."""
+    """Bytes a second from pinned host memory to one GPU while the others copy too."""
     d2h_bandwidth: float
     host_bandwidth: float
-    """Memory traffic that the cores of one node stream in an optimizer step; its GPUs share it."""
+    """Bytes a second that one node's cores stream in an optimizer step; its GPUs share them."""
     disk_read_bandwidth: float
-    """Of one node."""
+    """Bytes a second of one node."""
     disk_write_bandwidth: float
     collective_bandwidth: float
-    """What one GPU sends in an all-gather within its node."""
+    """Bytes a second that one GPU sends in an all-gather within its node."""
     internode_bandwidth: float
     """One GPU's share of its node's network adapters."""
     latency_s: float = 20e-6
-    """Before any copy, collective or memory-bound kernel gets going."""
+    """Seconds before any copy, collective or memory-bound kernel begins."""
     moment_overhead_s: float = 100e-6
-    """Of a moment (a block's worth of kernels), beyond its matrix work."""
+    """Seconds of a moment (a block's kernels) beyond its matrix work."""
     played_copy_bandwidth: float = 0.0
     """Bytes a second that one thread copies on an emulated accelerator, beside a link's time. 0: there is an
     accelerator.
     """
     host_dram_bandwidth: float = 0.0
-    """What the memory of one node gives where its cores stream and links copy beside them. 0: not known."""
+    """Bytes a second of one node's memory when cores and links both use it. 0: not known."""
     instruction_overhead_s: float = 0.0
-    """There, what each step, norm, sum and cast of a group takes the thread beside its work."""
+    """Seconds of that thread for each step, norm, sum and cast of a group, beside its work."""
     tensor_overhead_s: float = 0.0
-    """There, what each tensor that a pass reads, or that gets its gradient, takes beside its work."""
+    """Seconds of that thread for each tensor that a pass reads, or that gets its gradient, beside its work."""
     move_overhead_s: float = 0.0
-    """There, what each copy, reservation, release and shift takes beside the bytes."""
+    """Seconds of that thread for each copy, reservation, release and shift, beside the bytes."""
     element_s: float = 0.0
-    """Of a moment in 16 bits, for each element that operators other than matrix products read and write."""
+    """Seconds for each element that operators other than matrix products read or write, in 16 bits."""
     element_fp32_s: float = 0.0
     """The same in fp32."""
     attention_flops: float = 0.0
-    """16-bit attention by itself, between queries, keys and values. 0: as fast as matrix products."""
+    """Operations a second of 16-bit attention between queries, keys and values. 0: as for matrix products."""
     attention_flops_fp32: float = 0.0
     query_s: float = 0.0
-    """Of 16-bit attention, for each query of each head, beside its operations."""
+    """Seconds of 16-bit attention for each query of each head, beside its operations."""
     query_fp32_s: float = 0.0
     query_backward_s: float = 0.0
-    """The same where attention is differentiated."""
+    """The same in the backward of attention."""
     query_backward_fp32_s: float = 0.0
     tanh_s: float = 0.0
-    """Of a moment in 16 bits, for each hyperbolic tangent (a GELU's tanh form), beside its elements."""
+    """Seconds for each hyperbolic tangent (a GELU's tanh form) in 16 bits, beside its elements."""
     tanh_fp32_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ MAY_BE_ZERO = (
     *("memory_bytes", "played_copy_bandwidth", "host_dram_bandwidth"),
     *("attention_flops", "attention_flops_fp32"),
 )
-"""Besides what takes time (``_s``)."""
+"""Fields that may be zero, besides times (``_s``)."""
 
 
 def _number(value: float) -> str:

@@ -19,7 +19,7 @@ _DISKS = (Queue.DISK_R, Queue.DISK_W)
 
 
 EarlySeconds: TypeAlias = Mapping[int, Sequence[tuple[Instr, float]]]
-"""By instruction: steps that begin behind it within backward, and their seconds."""
+"""For each instruction, the steps that begin behind it within backward, and their seconds."""
 
 
 class Ran(NamedTuple):
@@ -43,15 +43,15 @@ class Timeline:
         self._homes, self._bandwidth = homes, bandwidth
         self.worker = HostWorker(spare) if worker else None
         self.now = 0.0
-        """How far the host thread is."""
+        """The time that the host thread has reached."""
         self.free = [0.0] * len(Queue)
-        """When each queue is; of the processor's: what the worker waits for besides its own work."""
+        """The time at which each queue is free; the processor's: the end of the worker's waits for others."""
         self.touching: dict[int, int] = {}
-        """By home slot: the last piece of the worker's work that touches it."""
+        """The worker's last piece of work on each home slot."""
         self.leaving: list[int] = []
-        """Pieces of work on slots that were released before it was over."""
+        """Pieces of work on slots that were released before the work was over."""
         self.log: list[Ran] | None = None
-        """What ran, in the order of launch; None: nobody asks."""
+        """What ran, in order of launch; None: not recorded."""
 
     def run(
         self, segment: Segment, seconds: list[float], early: EarlySeconds | None = None
@@ -103,9 +103,9 @@ class _Walk:
         self._at = dict.fromkeys(self._queues, 0)
         self._ends: list[float | None] = [None] * len(segment.instrs)
         self._waited = 0.0
-        """When all is over that the worker was told to wait for."""
+        """The end of all that the worker waits for."""
         self._works: dict[int, int] = {}
-        """By place of an instruction: its piece of the worker's work."""
+        """The worker's piece of work for each instruction's place."""
 
     def run(self) -> None:
         """Issue everything, as `_execution.segment_queues.IssueOrder` does."""

@@ -49,17 +49,17 @@ class Piece:
 
     queue: Queue
     name: str
-    """As in ``fetch blocks.3 (p16)``."""
+    """The name of the work, as ``fetch blocks.3 (p16)``."""
     begin_s: float
     end_s: float
     bytes: int = 0
-    """Of a copy; else of the slots that the work uses."""
+    """Bytes of a copy; else those of the slots that the work uses."""
     group: str = ""
     """The group (or the activation) that the work is for; empty: none, or several."""
     step: int = 0
-    """Number of optimizer steps that had ended before it was launched."""
+    """Number of optimizer steps that had ended before the launch."""
     run: int = -1
-    """Which of the segments that were carried out launched it; -1: none, it follows no plan."""
+    """The run that launched it, of those carried out; -1: it follows no plan."""
     instr: Instr | None = None
     """The plan's instruction; None: it follows no plan."""
 
@@ -134,7 +134,7 @@ class PlannedPieces(NamedTuple):
 
     pieces: list[Piece]
     segments: list[Segment]
-    """By `Piece.run`."""
+    """Segments by `Piece.run`."""
 
 
 def planned_pieces(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 _LEAST = 0.25
-"""The part of its own bandwidth that work has in any case."""
+"""The least fraction of its own bandwidth that work gets."""
 
 
 class HostWorker:
@@ -19,16 +19,16 @@ class HostWorker:
         """Begin; ``spare``: the memory bandwidth that the worker cannot use, as a fraction of the worker's."""
         self._spare = spare
         self.ends: list[float] = []
-        """Of the pieces that are over."""
+        """Ends of the pieces that are over."""
         self.busy_s = 0.0
         self._ready: list[float] = []
         self._seconds: list[float] = []
         self._copies: tuple[list[tuple[float, float, float]], ...] = ([], [])
         self._at = [0, 0]
-        """By direction: the first copy that is not over."""
+        """The first copy of each direction that is not over."""
         self._now = 0.0
         self._left: float | None = None
-        """Of the piece that has begun, its seconds if nothing were beside it; None: none has."""
+        """Seconds left of the piece that has begun, if no copies ran beside it; None: none has begun."""
 
     def launch(self, ready: float, seconds: float) -> int:
         """Add a piece of work that may begin at a time; return its number."""

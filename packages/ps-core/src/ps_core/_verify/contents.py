@@ -80,7 +80,7 @@ class Contents:
         self._visits = program.segment_visits(segment.name)
         self._ran = 0
         self._used: dict[Extent, tuple[int, Stamp]] = {}
-        """By what the last moment used: the slot, and since when it has been where it is."""
+        """The extents of the last moment: the slot, and the instruction that put each there."""
         self._tides = [instr.op.nonmodel_bytes for instr in segment.instrs if isinstance(instr.op, Run)]
         self._tide_bytes = 0
         self._seq = 0

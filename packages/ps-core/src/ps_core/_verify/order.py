@@ -33,7 +33,7 @@ class Stamp(NamedTuple):
 
 
 BEGINNING = Stamp(0, 0, -1)
-"""What happened before the segment began."""
+"""The stamp of what happened before the segment began."""
 
 
 def arrange(instrs: Sequence[Instr]) -> Iterator[tuple[Instr, Stamp, Clock]]:

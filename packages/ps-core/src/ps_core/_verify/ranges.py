@@ -9,10 +9,10 @@ from ps_core._verify.order import Clock, Stamp
 from ps_core._verify.plan_fault import Fault
 
 TIDE = -1
-"""The owner that is non-model data."""
+"""The owner of non-model data's addresses."""
 
 Owner: TypeAlias = int | Stamp | None
-"""A live slot's number or `TIDE`; what gave the bytes back; None: nobody had them yet."""
+"""A slot's number or `TIDE`; the instruction that released the bytes; None: they had no owner yet."""
 
 
 class Ranges:

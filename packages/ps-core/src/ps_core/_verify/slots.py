@@ -20,7 +20,7 @@ from ps_core._verify.plan_fault import Fault
 from ps_core._verify.ranges import Ranges
 
 Content: TypeAlias = tuple[Extent, int] | None
-"""An extent in some version; None: bytes nobody may rely on."""
+"""An extent in some version; None: bytes that may not be read."""
 
 
 def check_range(tiers: tuple[Tier, ...], tier: int, offset: int, size: int) -> None:
@@ -44,11 +44,11 @@ class Slot:
         self.tier, self.offset, self.bytes = held
         self.content = content
         self.since = since
-        """What reserved it, or moved it last; everything that touches it must come later."""
+        """The instruction that reserved it, or moved it last; all uses must come later."""
         self.writers: list[Stamp] = []
-        """The last write; several, if it is torn."""
+        """The last write; several if the slot is torn."""
         self.readers: dict[int, Stamp] = {}
-        """By queue, the last read."""
+        """The last read of each queue."""
 
 
 class Slots:

@@ -15,7 +15,7 @@ from ps_core._trace import Tensor
 
 _MOST_LAYERS = 10_000
 _MOST_WIDTH = 2**31
-"""Far beyond any model; a mistyped file should be refused, not computed with."""
+"""The largest width that is accepted, far beyond any model: a mistyped file should be refused."""
 
 
 class Family(StrEnum):
@@ -26,7 +26,7 @@ class Family(StrEnum):
     BERT = "bert"
     """Post-norm encoder, learned positions and token types, masked-word head with a transform before it."""
     LLAMA = "llama"
-    """Pre-norm decoder, rotary positions. So are the next three, which differ in their bias and norm flags."""
+    """Pre-norm decoder, rotary positions, as the next three, which differ in their bias and norm flags."""
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
     MISTRAL = "mistral"
@@ -83,7 +83,7 @@ class TransformerShape:
     token_types: int = 0
     """Rows of the token-type table (BERT)."""
     next_sentence: bool = False
-    """Whether a pooler and a next-sentence head are there too (BERT)."""
+    """True if there are a pooler and a next-sentence head too (BERT)."""
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "positions"):

@@ -23,19 +23,21 @@ class Workload:
     """Compute head and loss ``loss_chunk_tokens`` at a time, again in backward, instead of holding all logits."""
     loss_chunk_tokens: int = 1024
     head_tiles: int = 1
-    """Cut a head of its own into so many tensors, each a part of the words and used by itself."""
+    """Cut a separate head into so many tensors, each for a part of the words and used by itself."""
     cpu_embedding: bool = False
-    """Look tokens up in the host's memory: the table is in no moment, and not among the trace's tensors."""
+    """Look tokens up in host memory: the table is in no moment, and not among the trace's tensors."""
     logit_bytes: int = 12
     """Bytes of all forms of one logit together."""
     materialised_attention: bool = False
-    """Attention that writes its scores to memory."""
+    """True if attention writes its scores to memory."""
     dropout: bool = False
     fused: bool = True
-    """Whether norms and activations are single operators. In transformers GPT-2's activation and the rotary families'
-    norms are not, and keep what their pieces need."""
+    """True if norms and activations are single operators.
+
+    In transformers GPT-2's activation and the rotary families' norms are not, and keep what their pieces need.
+    """
     gradient_buffers: bool = True
-    """Whether a gradient arrives in memory of its own before it is stored; False if kernels write it in place."""
+    """True if a gradient arrives in separate memory before it is stored; False if kernels write it in place."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

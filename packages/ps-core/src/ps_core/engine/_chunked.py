@@ -234,7 +234,7 @@ def _precision(precision: str | Precision) -> Precision:
         raise InvalidInput(f"precision must be one of {known}; found {precision!r}") from None
 
 
-# Any: whatever was given in their place.
+# Any: also wrong arguments.
 def _check_kinds(optimizer: Any, budget: Any, options: Any, collectives: Any) -> None:
     expected = [
         (

@@ -49,7 +49,7 @@ class MemoryMeasurement:
         if self._columns:
             counts = self._model_data()
             counts[Category.NONMODEL] = self._engine.constant_bytes
-            # What a step brings and takes away again is a group's states.
+            # Slots that exist only within the step hold a group's states.
             counts[Category.STATES] += max(0, highest - self._store.ledger.used_bytes[0])
             self._columns.append(Column("the optimizer's step", "update", tuple(counts.values())))
 

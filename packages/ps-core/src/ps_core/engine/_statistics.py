@@ -18,7 +18,7 @@ class TierStatistics:
 
     current_bytes: int
     peak_bytes: int
-    """The most at once, tracked or planned non-model bytes included."""
+    """The most bytes at once, counted or planned non-model bytes included."""
     budget_bytes: int
 
 
@@ -28,14 +28,14 @@ class Statistics:
 
     tiers: dict[str, TierStatistics]
     moved_bytes: dict[str, int]
-    """By link, as in ``host->device``."""
+    """Bytes by link, as in ``host->device``."""
     evictions: int
     """How often a group's copy left the compute tier."""
     prefetch_hits: int
-    """Fetches that a plan had issued before the moment that wanted them."""
+    """Fetches that a plan had issued before the moment that needed them."""
     fetches: int
     divergences: int
-    """Passes that left their plan, or had none although there is one."""
+    """Passes that left their plan, or had none although a plan exists."""
     replans: int
     steps: int
     skipped_steps: int
@@ -45,19 +45,21 @@ class Statistics:
     moments: int
     """Moments of the planned pass; 0 before there is a plan."""
     bytes_per_parameter: float
-    """Of model data with a home slot, padding included."""
+    """Bytes of model data with a home slot for each parameter, padding included."""
     adam_backend: str
-    """The backends of steps, as in ``cuda and avx512`` where a card has the states of some groups."""
+    """The backends of steps, as in ``cuda and avx512`` if the states are on both tiers."""
     last_divergence: str
-    """Why the last of those passes did; empty: none has."""
+    """Why the last of those passes left the plan; empty: none has."""
     stalls_s: float
     """Seconds in all that this process waited for moves."""
     step_time_s: dict[str, float]
-    """Of the last step, by the host's clock: ``forward, backward, step`` and, as a part of these, ``stalled``."""
+    """Seconds of the last step by the host's clock: ``forward, backward, step`` and, as a part of these,
+    ``stalled``.
+    """
     planned_step_s: float
-    """As the plan predicts it for the machine it was made for; 0 without a plan."""
+    """Seconds of a step as the plan predicts for its machine; 0 without a plan."""
     idle_s: dict[str, float]
-    """By cause, the seconds a step that the device waited within the last ``profiled`` block; empty without one."""
+    """Seconds a step, by cause, that the device waited in the last ``profiled`` block; empty without one."""
 
     def as_dict(self) -> dict[str, int | float | str]:
         """Return all values in one flat dictionary, for a logger."""

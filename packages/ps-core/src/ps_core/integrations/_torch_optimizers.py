@@ -24,7 +24,7 @@ _NUMBERS = {
     torch.optim.SGD: ("lr", "momentum", "weight_decay"),
 }
 _VARIANTS = ("amsgrad", "maximize", "nesterov", "dampening")
-"""Settings that the engine's own AdamW, Adam and SGD do not have; with them a step is PyTorch's code."""
+"""Settings that the engine's own AdamW, Adam and SGD lack; with them PyTorch's code steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class ManagedSettings:
 
     budget: Budget = field(default_factory=Budget)
     device: str = "auto"
-    """As for `chunked`; ``"auto"``: see `device_for`."""
+    """The device, as for `chunked`; ``"auto"``: see `device_for`."""
     precision: str = "bf16"
     options: Options = field(default_factory=Options)
     accumulation_steps: int = 1
@@ -115,7 +115,7 @@ def _spec_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     if len(decoupled) > 1:
         raise InvalidInput("decoupled_weight_decay differs between param_groups; the engine has one for all of them")
     if decoupled == {True}:
-        kind = torch.optim.AdamW  # which torch.optim.Adam is then
+        kind = torch.optim.AdamW  # Adam with decoupled_weight_decay is AdamW
     numbers = [_numbers(kind, group) for group in optimizer.param_groups]
     groups = tuple(
         Group(match=_Members(group["params"]), **own)

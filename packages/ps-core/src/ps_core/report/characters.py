@@ -10,7 +10,7 @@ from ps_core.report.columns import CATEGORIES, Category, Column, Tide, phases, p
 
 GLYPHS = dict(zip(CATEGORIES, "▒█▓░+·", strict=True))
 LETTERS = dict(zip(CATEGORIES, "SWGBC.", strict=True))
-"""For terminals that can write nothing else."""
+"""Letters for terminals that can write ASCII only."""
 
 
 def tide_text(found: Tide, *, width: int = 72, height: int = 16, ascii_only: bool = False) -> str:

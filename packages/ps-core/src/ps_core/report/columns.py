@@ -170,7 +170,7 @@ def _gradients_at_entry(program: Program, plan: Plan, name: SegmentName) -> set[
 
 
 def _contents(program: Program, plan: Plan, segment: Segment) -> dict[int, Extent]:
-    """Return what each slot is for."""
+    """Return the extent that each slot is for."""
     holds = {slot: held.extent for slot, held in enumerate(plan.home)}
     for instr in segment.instrs:
         for slot, extent in _fills(program, segment.name, instr.op):

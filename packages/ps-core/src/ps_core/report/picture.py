@@ -12,7 +12,7 @@ from ps_core.report.columns import CATEGORIES, Tide, phases, present, summary, u
 _WIDTH, _HEIGHT = 960, 440
 _LEFT, _RIGHT, _ABOVE, _BELOW = 100, 40, 76, 96
 _COLOURS = dict(zip(CATEGORIES, ("#009e73", "#0072b2", "#e69f00", "#cc79a7", "#56b4e9", "#98a2b0"), strict=True))
-"""Okabe and Ito's, which people with any colour vision tell apart, and which stand out on light and on dark."""
+"""Okabe and Ito's colours: people with any colour vision can tell them apart, on light and on dark."""
 STYLE = """
   .page { fill: #ffffff } .ink { fill: #1c2430 } .soft { fill: #5b6675 }
   .grid { stroke: #d7dde5 } .axis { stroke: #5b6675 } .budget { stroke: #c0392b } .budget-ink { fill: #c0392b }

@@ -20,7 +20,7 @@ _COLOURS = {
     Queue.COLL: "#d55e00",
     Queue.CPU: "#cc79a7",
 }
-"""Okabe and Ito's, as in `picture`."""
+"""Okabe and Ito's colours, as in `picture`."""
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 

@@ -32,7 +32,7 @@ from ps_models.train._tokenizers import Bytes, Tokenizer, tokenizer
 from ps_models.train._training_samples import Samples
 
 FEW = 20
-"""Fewer documents than this are split each, not among them."""
+"""If there are fewer documents than this, each is split."""
 
 
 class TokenRun(Protocol):
@@ -57,9 +57,9 @@ class Corpus:
     samples: tuple[Samples, Samples] | None = None
     """Samples to train on and to validate with, in place of runs."""
     tokenizer: Tokenizer | None
-    """None: the data are token numbers already."""
+    """The tokenizer; None: the data are token numbers already."""
     digest: str
-    """Equal for equal data, split and tokenizer."""
+    """A text that is equal for equal data, split and tokenizer."""
     told: str
     """The data in words, for people."""
 

@@ -17,7 +17,7 @@ _FIELD = re.compile(r"\bBudget\.(device|host|disk_dir|disk)\b")
 _OPTION = {"device": "--device-memory", "host": "--host-memory", "disk": "--disk", "disk_dir": "--disk-dir"}
 _HALF = re.compile(r"(?:half the|a smaller) batch or sequence(.*)")
 _STRANGE = re.compile(r"\b(?:Budget|Options|chunked)\b|\bmodel\.|accumulation_steps|cut into several")
-"""What nobody at a command line can do."""
+"""Words of suggestions that make no sense on a command line."""
 
 
 def in_options(text: str, options: TrainOptions | None = None) -> str:

@@ -37,7 +37,7 @@ def export(options: TrainOptions, source: TransformersModel, managed: ManagedMod
     if leads:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-    managed.ranks.total(0.0)  # nobody writes before the folder is there
+    managed.ranks.total(0.0)  # a barrier: no rank writes before the folder exists
     adapters = options.lora is not None and not options.lora_merge
     if adapters:
         _write_adapters(partial, source, managed)
@@ -76,7 +76,7 @@ def _write_tokenizer(folder: Path, source: TransformersModel, chosen: Tokenizer 
     try:
         library.AutoTokenizer.from_pretrained(source.folder, local_files_only=True).save_pretrained(folder)
     except Exception:  # whatever transformers, or a package that it needs for this one, raises
-        return  # the data are token numbers: the model is worth more than a tokenizer that nothing was done with
+        return  # the data are token numbers, so the export needs no tokenizer
 
 
 def _write_adapters(folder: Path, source: TransformersModel, managed: ManagedModel) -> None:

@@ -6,7 +6,8 @@ generation %}`` marks says itself what that is. With another template two texts 
 conversation up to the answer. The second is the conversation before it with the prompt for an answer. The answer is
 what the first has beyond the second, so its end mark is included. Both are texts of the template, and the whole text
 has to begin with them. The whole text is cut into tokens once, so the tokens are those of other texts. A token that
-begins before an answer is no part of it.
+begins before an answer is no part of it. Where a line tells prompt and completion apart, all of the completion is the
+answer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +84,20 @@ class FolderTokenizer:
         text: str = self.tokenizer.decode([token for token in tokens if token not in (self.end, *self.start)])
         return text
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], asked: int = 0, template: Mapping[str, Any] | None = None
+    ) -> tuple[list[int], list[bool]]:
         """Encode a conversation; see `Tokenizer`, and [Note: answers]."""
-        template = self.tokenizer.chat_template
-        if template is None:
+        found = self.tokenizer.chat_template
+        if found is None:
             raise ValueError("the tokenizer has no chat template; allowed is one with a template (chat_template.jinja)")
-        messages = _without_lone_surrogates(messages)
+        messages, more = _without_lone_surrogates(messages), _without_lone_surrogates(template or {})
+        write = partial(self._text, more)
         try:
-            self._check_contents(messages)
-            if isinstance(template, str) and _MARK.search(template):
-                return self._marked(messages)
-            text, spans = self._text(messages), list(self._answers(messages))
+            _check_contents(messages, write)
+            if not asked and isinstance(found, str) and _MARK.search(found):
+                return self._marked(messages, more)
+            text, spans = write(messages), list(_answers(messages, asked, write))
         except ValueError:
             raise
         except Exception as error:  # jinja's, and what templates raise themselves
@@ -106,41 +111,47 @@ class FolderTokenizer:
         answers = [any(start <= at < end for start, end in spans) for at, _ in coded["offset_mapping"]]
         return list(coded["input_ids"]), answers
 
-    def _check_contents(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `ValueError` for a list of parts: the template takes texts, and would print it as Python does."""
-        for number, message in enumerate(messages, 1):
-            content = message["content"]
-            if isinstance(content, list | dict) and str(content) in self._text(messages):
-                raise ValueError(
-                    f"the chat template takes no parts for the content of message {number}; allowed is a text, as in "
-                    '{"role": "user", "content": "Hello"}'
-                )
-
-    def _marked(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+    def _marked(
+        self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
+    ) -> tuple[list[int], list[bool]]:
         coded = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **template
         )
         return list(coded["input_ids"]), [bool(each) for each in coded["assistant_masks"]]
 
-    def _text(self, messages: Sequence[Mapping[str, Any]], *, asks: bool = False) -> str:
+    def _text(self, template: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], *, asks: bool = False) -> str:
         """Return the template's text; ``asks``: with the prompt for an answer at the end."""
-        text: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks)
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=asks, **template
+        )
         return text
 
-    def _answers(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
-        """Yield where each answer begins and ends in the text."""
-        whole = self._text(messages)
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._text(messages[:number], asks=True) if number else ""
-            after = self._text(messages[: number + 1])
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise ValueError(
-                    f"the chat template writes message {number + 1} otherwise once others follow, so where it begins "
-                    "is not known; allowed is a template with {% generation %} marks, or conversations with one answer"
-                )
-            yield len(before), len(after)
+
+def _check_contents(messages: Sequence[Mapping[str, Any]], write: Callable[..., str]) -> None:
+    """Raise `ValueError` if a list of parts would be trained as Python prints it, for the template takes texts."""
+    for number, message in enumerate(messages, 1):
+        content = message["content"]
+        if isinstance(content, list | dict) and str(content) in write(messages):
+            raise ValueError(
+                f"the chat template takes no parts for the content of message {number}; allowed is a text, as in "
+                '{"role": "user", "content": "Hello"}'
+            )
+
+
+def _answers(messages: Sequence[Mapping[str, Any]], asked: int, write: Callable[..., str]) -> Iterator[tuple[int, int]]:
+    """Yield where each answer begins and ends in the text; ``write`` returns the text of messages."""
+    whole = write(messages)
+    for number in [asked] if asked else range(len(messages)):
+        if not asked and messages[number]["role"] != "assistant":
+            continue
+        before = write(messages[:number], asks=True) if number else ""
+        after = whole if asked else write(messages[: number + 1])
+        if not (after.startswith(before) and whole.startswith(after)):
+            raise ValueError(
+                f"the chat template writes message {number + 1} otherwise once others follow, so where it begins "
+                "is not known; allowed is a template with {% generation %} marks, or conversations with one answer"
+            )
+        yield len(before), len(after)
 
 
 def _without_lone_surrogates(found: Any) -> Any:

@@ -20,7 +20,7 @@ from ps_models.train._step_metrics import StepMetrics
 
 _ENGINE_LOG = logging.getLogger("ps_core")
 _CLEAR, _BAR_CELLS = "\r\x1b[K", 24
-"""What empties the line that the cursor is on, and how wide the bar is."""
+"""The text that clears the cursor's line, and the width of the bar."""
 _NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 

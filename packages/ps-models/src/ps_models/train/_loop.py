@@ -64,7 +64,7 @@ class Loop:
         self.moved_bytes: Counter[str] = Counter()
         """Bytes moved by link in this call's steps, without validations."""
         self.not_finite = ""
-        """Which loss was NaN or infinite, so that training stopped, and what to try; empty: none was."""
+        """The loss that was NaN or infinite, so that training stopped, and what to try; empty: none was."""
         self.memory = MemoryMeasurement(self.model) if self._ranks.size == 1 else None
         """Measures the last step; None with several ranks."""
         self._saved = 0
@@ -216,7 +216,7 @@ class Loop:
             return self._passes()
         except (DeviceOutOfMemory, DoesNotFit) as error:
             if self._ranks.size > 1:
-                raise  # the others are in the middle of their passes
+                raise  # the other ranks are still in their passes
             reason = str(error).splitlines()[0]
         # Outside the handler: its traceback would keep the failed pass's tensors alive.
         self.say(f"step {self.step + 1} ran out of memory ({reason}); once more, with the smaller plan")

@@ -90,7 +90,7 @@ def train(options: TrainOptions) -> int:
         halt = StopCheck(stop, ranks)
         loop.run(halt)
         if loop.not_finite:
-            stack.close()  # the display ends, and the processes part in order, before anything is said
+            stack.close()  # end the display and leave the ranks before the message
             return _fail(FAILED, loop.not_finite) if ranks.leads else FAILED
         seconds = time.perf_counter() - started
         if loop.step > before:

@@ -29,7 +29,7 @@ Batch: TypeAlias = dict[str, Tensor]
 """A model's inputs by name, the first dimension of each counts sequences."""
 HIDDEN, MASKED, EXCHANGED = 0.15, 0.8, 0.1
 _LEAST = 8
-"""Tokens of a sequence that is made of two."""
+"""The least tokens of a sequence that is made of two parts."""
 
 
 class Objective(Protocol):

@@ -25,11 +25,6 @@ def check_together(options: TrainOptions) -> None:
         )
     if options.offload_checkpoints and not options.checkpointing:
         raise InvalidInput("--offload-checkpoints: found with --no-checkpointing, which makes none; allowed without it")
-    if options.offload_checkpoints and options.disk is not None:
-        raise InvalidInput(
-            f"--offload-checkpoints: found with --disk {options.disk}, where the computer's memory is full already; "
-            "allowed is one of them"
-        )
     if options.patience is not None and not options.eval_every:
         raise InvalidInput(
             f"--patience: found {options.patience} with --eval-every 0, which validates at the end only; allowed "

@@ -18,7 +18,7 @@ _WIDTH, _HEIGHT = 960, 440
 _LEFT, _RIGHT, _ABOVE, _BELOW = 84, 40, 76, 96
 _TRAINING, _VALIDATION = "#0072b2", "#d55e00"
 _MOST_POINTS = 480
-"""A longer run's losses are averaged over so many runs of steps."""
+"""A longer run's losses are averaged over equal runs of steps, to this many points."""
 
 
 class Point(NamedTuple):

@@ -20,7 +20,7 @@ from ps_models.train._options import PLACE, TrainOptions, flag_of
 from ps_models.train._stop_signal import StopSignal
 
 _OWN = frozenset({"data", "eval_data", "log_every"})
-"""Options that may differ between ranks, besides where they run; of the data the digest is compared."""
+"""Options that may differ between ranks, besides those that say where they run; the data's digest is compared."""
 
 
 class TrainingRanks:

@@ -37,7 +37,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 UNFINISHED_EXPORT = ".export"
 """The folder that an export is written to, before it takes the place of an older one."""
 _REMOVED = ".removed-"
-"""What the name of a folder begins with while it is removed."""
+"""The beginning of a folder's name while it is removed."""
 
 
 class RunFolder:
@@ -54,7 +54,7 @@ class RunFolder:
                 f"--out: cannot make {str(self.path)!r}: {error.strerror}; allowed is a folder that can be written to"
             ) from error
         self._sound = 0
-        """The last step of which a checkpoint is known to be sound; 0: none."""
+        """The last step whose checkpoint is known to be sound; 0: none."""
         self._lock = _lock(self.path)
         try:
             self._claim(options, digest)
@@ -216,7 +216,7 @@ class RunFolder:
 
 
 def _differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    defaults = TrainOptions().identity  # of options that are newer than the run
+    defaults = TrainOptions().identity  # for options that are newer than the run
     for name, value in own["options"].items():
         before = found["options"].get(name, defaults[name])
         if before != value:

@@ -25,9 +25,9 @@ def sample(options: TrainOptions, data: Corpus, managed: ManagedModel, objective
         if isinstance(objective, MaskedTokenObjective):
             return filled(options, data, managed, objective)
         return written(options, data, managed)
-    except (DoesNotFit, DeviceOutOfMemory) as error:  # what was trained is saved, and is not to look like a failure
+    except (DoesNotFit, DeviceOutOfMemory) as error:  # the training is saved: this is no failure of the run
         if managed.ranks.size > 1:
-            raise  # for the others wait
+            raise  # the other ranks wait in collectives
         return f"sample: none, {str(error).splitlines()[0]}; try fewer tokens (--sample)"
 
 

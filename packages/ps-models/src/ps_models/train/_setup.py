@@ -122,7 +122,7 @@ def manage(options: TrainOptions, found: Found, ranks: TrainingRanks, *, fresh: 
         except (RuntimeError, UnsupportedParameter):
             if found.is_read:
                 raise
-            # What a constructor draws can be such as cannot be repeated later, like an orthogonal matrix.
+            # Some initial values cannot be drawn later, such as an orthogonal matrix.
             model, optimizer = _managed(options, found.build(options, whole=True), ranks)
     inputs = torch.device("cuda" if device_of(options) == "cuda" else "cpu")
     return ManagedModel(model=model, optimizer=optimizer, inputs=inputs, ranks=ranks)
@@ -133,7 +133,9 @@ def _managed(options: TrainOptions, model: nn.Module, ranks: TrainingRanks) -> t
     groups = (Group(match=_is_vector, weight_decay=0.0 if options.decay == "matrices" else options.weight_decay),)
     with warnings.catch_warnings():
         if options.hf is not None:
-            warnings.simplefilter("ignore")  # of values that cannot be drawn as on the CPU: all are read
+            warnings.simplefilter(
+                "ignore"
+            )  # warnings that values differ from a build on the CPU: all are read from files
         _, optimizer = chunked(
             model,
             AdamW(

@@ -31,23 +31,25 @@ class StepMetrics:
 
     step: int
     loss: float
-    """Before the update, the mean of all micro-batches."""
+    """The mean loss of all micro-batches, before the update."""
     lr: float
     grad_norm: float
-    """Before clipping."""
+    """The gradient norm before clipping."""
     tokens_per_s: float
     memory: Mapping[str, Mapping[str, int]]
-    """By tier: ``current_bytes``, ``peak_bytes`` since the process began, ``budget_bytes``."""
+    """Bytes by tier: ``current_bytes``, ``peak_bytes`` since the process began, ``budget_bytes``."""
     moved_bytes: Mapping[str, int]
-    """By link, in this step."""
+    """Bytes by link in this step."""
     tflops: float
-    """8 operations per parameter and token; 2 less without checkpointing, 2 less where only adapters are trained."""
+    """TFLOPS, by 8 operations per parameter and token; 2 less without checkpointing, 2 less if only adapters are
+    trained.
+    """
     mfu: float | None = None
-    """Model FLOPs of the device's peak, where that is known."""
+    """Model FLOPs as a fraction of the device's peak, if that is known."""
     skipped: bool = False
     """True if the step changed nothing, because a gradient or the loss was not finite."""
     val_loss: float | None = None
-    """After the update, in the steps that have a validation."""
+    """The validation loss after the update, in steps that have a validation."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return a row for JSON: values that are not finite are None, unknown ones are left out."""
@@ -79,7 +81,7 @@ class Rates:
         self._tokens = options.tokens_per_step
         self.parameters = found.parameters
         self.activation_bytes: int | None = None
-        """What a pass holds besides weights, states and gradients, at most, computed from the shape; None: unknown."""
+        """The most bytes of a pass besides weights, states and gradients, computed from the shape; None: unknown."""
         forward = 2.0 * self.parameters * options.batch * options.seq
         if isinstance(found, TransformerShape):
             trace = _trace_of(found, options)

@@ -15,9 +15,9 @@ from ps_core._install_hints import how_to_install
 from ps_models.train._examples import ALLOWED, Document, document_of
 
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-"""Folders of the standard library that not every Python has, or that are not it."""
+"""Folders of the standard library that not every Python has, or that are not part of it."""
 TEXT = frozenset({".txt", ".md", ".rst", ".py", ".html", ".c", ".h", ".json", ".csv", ".xml", ".tex"})
-"""What a folder given as ``--data`` is searched for, besides ``.jsonl`` and tables."""
+"""Endings of text files in a folder for ``--data``, besides ``.jsonl`` and tables."""
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 """Endings of tables, and the readers for them in the package datasets."""
 TOKENS = frozenset({".bin", ".npy"})

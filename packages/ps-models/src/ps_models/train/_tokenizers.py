@@ -15,11 +15,11 @@ from ps_core._install_hints import how_to_install
 from ps_models.train._folder_tokenizer import FolderTokenizer
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""What tokenizers call the end of a document, the likeliest first."""
+"""Names of tokenizers for the end of a document, the likeliest first."""
 _MASKS = ("[MASK]", "<mask>", "<|mask|>")
-"""What they call a word that is to be guessed."""
+"""Their names for a word that is to be guessed."""
 _FIRSTS = ("[CLS]", "<s>", "<cls>", "<bos>")
-"""What they call the token that stands for a whole sequence."""
+"""Their names for the token that represents a whole sequence."""
 
 
 class Tokenizer(Protocol):
@@ -30,13 +30,13 @@ class Tokenizer(Protocol):
     end: int
     """The token after each document."""
     mask: int | None
-    """The token in the place of one that is to be guessed; None: there is none."""
+    """The token that hides another one; None: there is none."""
     first: int | None
-    """The token that stands for a whole sequence, likewise."""
+    """The token that represents a whole sequence; None: there is none."""
     start: tuple[int, ...]
     """The tokens before each document; with most tokenizers none."""
     digest: str
-    """Equal for equal tokenizers."""
+    """A text that is equal for equal tokenizers."""
 
     def encode(self, document: bytes) -> Tensor:
         """Return a document's tokens without the end, in the smallest integer type that suffices."""
@@ -44,10 +44,13 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of these tokens, without ends."""
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], asked: int, template: Mapping[str, Any]
+    ) -> tuple[list[int], list[bool]]:
         """Return a conversation's tokens, and for each whether it is of an answer.
 
-        Raise `ValueError` if this tokenizer cannot. (Any: as chat templates take messages.)
+        ``asked`` messages are the prompt, and all others the answer; 0: the assistant's are. ``template``: what the
+        chat template gets besides. Raise `ValueError` if this tokenizer cannot. (Any: as chat templates take messages.)
         """
 
 
@@ -56,7 +59,9 @@ class _WithoutTemplate:
 
     start: tuple[int, ...] = ()
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], asked: int, template: Mapping[str, Any]
+    ) -> tuple[list[int], list[bool]]:
         """Raise `ValueError`; see `Tokenizer`."""
         raise ValueError(
             "conversations need a chat template, which this tokenizer has not; allowed is --hf, or --tokenizer, with a "
@@ -71,7 +76,7 @@ class Bytes(_WithoutTemplate):
     mask: int | None = 257
     first: int | None = 258
     vocabulary = 264
-    """259, rounded up to a multiple of 8, which is what matrix units like."""
+    """259, rounded up to a multiple of 8, which suits matrix units."""
     digest = "bytes"
 
     def encode(self, document: bytes) -> Tensor:

@@ -32,7 +32,7 @@ class Samples:
     def __init__(self, every: Iterable[Document], chosen: Tokenizer, length: int) -> None:
         """Encode documents; none gets longer than ``length`` tokens."""
         self.cut = 0
-        """The number of samples that were longer."""
+        """The number of samples that were too long and cut."""
         self.left_out = 0
         """The number of documents in whose first ``length`` tokens nothing is trained."""
         tokens, trained, ends = array("i"), bytearray(), array("q", [0])
@@ -85,7 +85,7 @@ def encoded(document: Document, chosen: Tokenizer) -> tuple[list[int], list[bool
         return ids, [True] * len(ids)
     if document.messages:
         try:
-            return chosen.encode_messages(document.messages)
+            return chosen.encode_messages(document.messages, document.asked, document.template)
         except ValueError as error:
             raise InvalidInput(f"{document.place}: {error}") from None
     asked = [*chosen.start, *chosen.encode(document.prompt.encode("utf-8", "surrogatepass")).tolist()]
@@ -97,7 +97,7 @@ def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Return which samples share a row; see [Note: rows]. Equal lengths give equal rows."""
     rows: list[list[int]] = []
     spaces: list[int] = []
-    """How much room rows have left, each number once, rising."""
+    """Free tokens of rows, each number once, ascending."""
     with_space: dict[int, list[int]] = defaultdict(list)
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         place = bisect_left(spaces, lengths[index])

@@ -83,7 +83,7 @@ class TransformersModel:
                 f"--hf: {str(self.folder)!r} has no causal language model of transformers: "
                 f"{' '.join(str(error).split())}; allowed is a folder that save_pretrained has written"
             ) from None
-        model.config.get_text_config().use_cache = False  # a cache is for sampling
+        model.config.get_text_config().use_cache = False  # the cache is only for sampling
         return model
 
     def _has_own_names(self) -> bool:

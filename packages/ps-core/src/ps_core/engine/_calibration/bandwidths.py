@@ -15,7 +15,7 @@ from ps_core.engine._calibration.probes import Probe
 
 _CPU = torch.device("cpu")
 _PARAMETERS = 2**24
-"""Of the optimizer step: far more than caches hold, on a computer; a device takes eight times as many."""
+"""Parameters of the measured step on a CPU, far more than caches hold; a device has eight times as many."""
 _BLOCK_BYTES = 2**26
 _SMALL_BYTES, _SMALL_COPIES = 4096, 50
 _DISK_BYTES = 2**28
@@ -56,7 +56,9 @@ class HostTraffic:
 
     def _run(self) -> None:
         up, down, _ = self._links.probes
-        block_bytes = _BLOCK_BYTES * (1 if self._device.type == "cuda" else 2)  # the device's side is the host's too
+        block_bytes = _BLOCK_BYTES * (
+            1 if self._device.type == "cuda" else 2
+        )  # on the CPU both sides of a copy are host memory
         moved_bytes, start = 0, time.perf_counter()
         with ThreadPoolExecutor(1) as pool:  # the step lets go of the interpreter's lock
             step = pool.submit(self._step.probe.work)

@@ -17,9 +17,9 @@ from ps_core.engine._materialized import release
 
 _HIDDEN, _BLOCKS = 32, 8
 _AMPLE, _TIGHT = 2**23, 2**17
-"""Budgets in which nothing moves, and in which everything does."""
+"""Budgets in which nothing moves, and in which everything moves."""
 _FEW, _MANY = 2**15, 2**11
-"""Sizes of groups: a block's and a tensor's."""
+"""Sizes of groups: one block, and one tensor."""
 
 
 class Told(NamedTuple):
@@ -29,7 +29,7 @@ class Told(NamedTuple):
     step_s: float
     moments: int
     tensors: int
-    """Read there and back, with gradients."""
+    """Tensors that forward and backward read, with gradients."""
     norms: int
     steps: int
     moves: int
@@ -41,7 +41,7 @@ class OwnWork(NamedTuple):
     moment: float
     tensor: float
     instruction: float
-    """A step or a norm."""
+    """Seconds for a step or a norm."""
     move: float
 
 

@@ -12,11 +12,11 @@ from ps_core.engine._calibration.probes import Probe, Row
 
 _HEADS, _HEAD, _TOKENS = 8, 64, 512
 _LENGTHS = (128, 512)
-"""Lengths of sequences: the time between the two is that of more products of queries and keys."""
+"""Lengths of sequences: the second has more products of queries and keys."""
 _BENT = (512, 2048)
-"""Shape of the inputs of GELU: as many as in a block that is 512 wide."""
+"""Shape of the inputs of GELU: as many elements as in a block that is 512 wide."""
 _TIMES = 4
-"""Calls in a row: within a model, too, operators read what has just been made."""
+"""Calls in a row: within a model, too, operators read tensors that were just made."""
 
 
 class Attended(NamedTuple):
@@ -30,7 +30,7 @@ class Attended(NamedTuple):
 
 
 class Slow(NamedTuple):
-    """Rates of such operators, in one precision."""
+    """Rates of attention and tanh, in one precision."""
 
     attention_flops: float
     query_s: float

@@ -17,9 +17,9 @@ import torch
 from ps_core._simulate.machine import UNSTEADY
 
 _LONGEST_S = 5.0
-"""For the probes of one row."""
+"""The most seconds for the probes of one row."""
 _ALONE = 1.05
-"""The process's time over this thread's, where the others do nothing that matters."""
+"""If the process takes more than this multiple of this thread's time, other threads work too: the wall clock counts."""
 SPREAD, BUSY = UNSTEADY
 _BUSY_SPREAD, _BUSY_WAITING = 0.15, 0.05
 _CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ _LENGTH = 64
 _HEAD = 64
 _TOKENS = 512
 _WIDTHS = (32, 192, 512)
-"""A model that hardly computes, one where elements count, and one where products do."""
+"""Widths of a model that hardly computes, of one where elements count, and of one where products do."""
 _DEVICE_WIDTH, _DEVICE_BLOCKS = 384, 4
 _DEVICE_TOKENS = (4096, 12288)
 
@@ -117,7 +117,7 @@ def fit(timed: Sequence[Timed], copy_rate: float, slow: Slow) -> tuple[float, fl
     both = flops * touched - many * elements
     an_operation = (seconds * touched - longer * elements) / both
     an_element = (flops * longer - many * seconds) / both
-    if an_operation <= 0 or an_element < 0:  # noise; most of the largest is products
+    if an_operation <= 0 or an_element < 0:  # noise: assume that the largest is mostly matrix products
         return many / max(longer, 0.25 * timed[2].seconds), 0.0
     return 1 / an_operation, an_element
 

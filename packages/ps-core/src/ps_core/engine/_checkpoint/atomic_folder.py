@@ -122,7 +122,7 @@ class AtomicFolder:
     def recover(self) -> None:
         """Finish or remove what a killed save left behind."""
         try:
-            with locked(self._ready, wait=not self.path.exists()):  # a running exchange is soon done
+            with locked(self._ready, wait=not self.path.exists()):  # wait, since a running exchange ends soon
                 if self._ready.exists():
                     self._exchange()
         except OSError as error:

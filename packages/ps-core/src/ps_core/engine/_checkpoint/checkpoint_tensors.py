@@ -148,7 +148,7 @@ class OpenChunks(AbstractContextManager["OpenChunks"]):
         (group, kind), (stack, flat, records) = key, self._open.pop(key)
         changed = self._write and kind in (Kind.P32, group.weight)
         for record in records[::-1] if changed else []:
-            for other in record.others:  # what was read last decides, as where both are one memory
+            for other in record.others:  # the last one read decides, as if they shared memory
                 flat[other.piece].copy_(flat[record.piece])
                 records.append(other)
         stack.close()

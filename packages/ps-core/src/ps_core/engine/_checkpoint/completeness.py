@@ -24,7 +24,7 @@ MOMENTS = {kind.__name__: tuple(rule_of(kind()).states) for kind in FIXED}
 """The sections of the states of ps_core's own optimizers; a checkpoint of a `TorchOptimizer` names its own."""
 _FIELDS = {"parameters": dict, "modules": dict, "extra": dict, "files": dict}
 _FIELDS_OF_VERSION_2 = {"save": str, "ranks": int, "orders": dict, "random_files": list}
-"""Needed in addition to those of version 1, see [Note: versions] in `manifest`."""
+"""Fields needed in addition to those of version 1, see [Note: versions] in `manifest`."""
 _OF_OPTIMIZER = {"name": str, "groups": list, "steps": dict}
 _OF_TORCH_OPTIMIZER = {"states": list, "scalars": dict}
 _MEANT = {dict: "an object", list: "a list", str: "a text", int: "a whole number"}

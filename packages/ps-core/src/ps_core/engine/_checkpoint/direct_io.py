@@ -257,7 +257,7 @@ class TensorReader:
         if is_plain(target) and target.dtype == dtype:
             self._in.read(bytes_of(target))
             return
-        # By way of a piece, which may go to other strides, types and devices.
+        # Read into a buffer, and copy that to the target's strides, type and device.
         for piece in by_rows(target, PIECE_BYTES * target.itemsize // max(dtype.itemsize, target.itemsize)):
             staged = torch.empty(piece.shape, dtype=dtype, device="cpu")
             self._in.read(bytes_of(staged))

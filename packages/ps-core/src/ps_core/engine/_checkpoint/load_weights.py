@@ -83,7 +83,7 @@ def _fingerprint(files: Iterable[SavedFile]) -> str:
     return whole.text
 
 
-# What there is to load.
+# The files' tensors.
 
 
 def _files(path: Path) -> Iterator[SavedFile]:
@@ -134,7 +134,7 @@ def _indexed(path: Path) -> Iterator[SavedFile]:
     yield from files
 
 
-# What is known of the model.
+# The model's tensors.
 
 
 def _targets(model: nn.Module) -> dict[str, TensorSource]:

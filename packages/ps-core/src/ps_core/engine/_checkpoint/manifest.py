@@ -43,7 +43,7 @@ from ps_core.engine._checkpoint.safetensors_format import (
 )
 
 READABLE, WRITTEN = (1, 2), 2
-"""See [Note: versions]."""
+"""The versions that are read, and the one that is written; see [Note: versions]."""
 
 
 @dataclass(frozen=True, slots=True)

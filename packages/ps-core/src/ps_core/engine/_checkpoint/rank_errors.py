@@ -9,7 +9,7 @@ from ps_core._errors import CheckpointDamaged, CheckpointMismatch, InvalidInput,
 from ps_core.engine._execution.build_components import Ranks
 
 _ERRORS = (InvalidInput, TierFailure, CheckpointDamaged, CheckpointMismatch)
-"""Errors that are raised as they are on every rank; any other is `RanksDiverged` on the ranks that did well."""
+"""Errors that are raised as they are on every rank; other errors become `RanksDiverged` on the other ranks."""
 _WELL, _OTHER = -1.0, float(len(_ERRORS))
 _TOLD_BYTES = 1000
 """Bytes of an error's message that the other ranks get."""
@@ -34,7 +34,7 @@ class CheckpointRanks:
     def __init__(self, together: Ranks | None) -> None:
         self._ranks: Ranks = OneRank() if together is None else together
         self.several = together is not None
-        """True where there may be other ranks, so that values are worth comparing."""
+        """True if there may be other ranks, so that values must be compared."""
         self.shard, self.shards = self._ranks.rank, self._ranks.ranks
         self.rank = self.shard + self._ranks.copy * self.shards
         """This rank among all, copies of the model included."""

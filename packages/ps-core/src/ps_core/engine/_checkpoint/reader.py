@@ -30,7 +30,7 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._parameters.param_state import ParamState
 
 Targets = Mapping[str, TensorSource | None]
-"""By the name of a file's tensor (not of a part): where its values go; None: nowhere."""
+"""The destination of each tensor of a file (not of a part); None: it is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ class SavedFile:
     entries: tuple[TensorEntry, ...]
     targets: Targets
     wholes: Mapping[str, FullTensorLayout] = field(default_factory=dict)
-    """By name, the tensors that files have in parts."""
+    """Tensors that files have in parts, by name."""
     head: bytes = b""
     """The bytes before ``start``, if there is a checksum."""
     checksum: str | None = None
     common: bool = False
     """True if every rank reads all of the file."""
     version: tuple[int, ...] = ()
-    """The file's `version_of`, where there is no checksum."""
+    """The file's `version_of`, if there is no checksum."""
 
     @property
     def nbytes(self) -> int:

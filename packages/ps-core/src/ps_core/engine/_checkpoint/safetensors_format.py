@@ -40,7 +40,7 @@ TYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Names of the format."""
+"""The format's names of types."""
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 LENGTH_BYTES, LARGEST_TABLE, _ALIGNED = 8, 100_000_000, 8
 """The format's constants: bytes of the table's length, the longest table that is read, and a table's alignment."""
@@ -60,7 +60,7 @@ class TensorEntry:
     tensor: str = ""
     """The whole tensor, of which these are some elements in memory order; empty: these are all, row by row."""
     first: int = 0
-    """The first of them."""
+    """The index of the first of these elements."""
 
     @property
     def owner(self) -> str:

@@ -63,7 +63,7 @@ class SavePlan:
     manifest: dict[str, Any]
     sections: Sections
     files: list[ManifestFile]
-    """Those of all ranks."""
+    """Files of all ranks."""
     small: dict[str, bytes]
     """This rank's small files."""
     marker: str

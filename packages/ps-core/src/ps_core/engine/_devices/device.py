@@ -71,7 +71,7 @@ class Worker(Protocol):
 
 
 Mark: TypeAlias = Callable[[], float]
-"""Returns the seconds at which a queue came to a place; to be called after `Timer.finish`. NaN: it never came there."""
+"""Return the seconds at which a queue reached a place; call this after `Timer.finish`. NaN: never reached."""
 
 
 class Timer(Protocol):
@@ -119,7 +119,7 @@ class Device(Protocol):
     name: str
     """``emulated``, ``cpu``, ``cuda``."""
     torch_device: torch.device
-    """Where tensors of tier 0 live."""
+    """The device of tier 0's tensors."""
     overcommits: bool
     """True if an arena takes memory only where it is touched; then it is made as large as the budget."""
 

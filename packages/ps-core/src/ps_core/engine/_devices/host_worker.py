@@ -32,7 +32,7 @@ from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One piece of work."""
+    """One piece of work, and the events that it waits for."""
 
     waits: list[Callable[[], object]]
     work: Callable[[], object]
@@ -110,7 +110,7 @@ class HostWorker:
     def wait(self, event: Event) -> None:
         """Make the worker's thread wait for an event before it does later work."""
         if isinstance(event, DiskEvent):
-            event.block()  # now: what a failure of the disk calls for is done by the host thread
+            event.block()  # at once: the host thread handles failures of the disk
         else:
             self._waits.append(event.block)
 
@@ -137,7 +137,7 @@ class HostWorker:
         args = self._jobs, self._failure, self._prepare
         self._thread = threading.Thread(target=_work, args=args, daemon=True, name="ps_core worker")
         self._thread.start()
-        # The thread knows nothing of this object, so it does not keep it from ending.
+        # The thread holds no reference to this object, so that this can be freed.
         self._stop = weakref.finalize(self, self._jobs.put, None)
 
     @property
@@ -185,5 +185,5 @@ def _work(jobs: SimpleQueue[_Job | None], failure: _Failure, prepare: Callable[[
             except BaseException as error:  # the host thread raises it
                 failure.error = error
             over = job.over
-            del job  # its tensors end here, and not when the next one comes
+            del job  # free its tensors now, not when the next job comes
             over.set()

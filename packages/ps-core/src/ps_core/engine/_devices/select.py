@@ -19,9 +19,9 @@ from ps_core.engine._devices.disk.file import DiskFile
 from ps_core.engine._support.log import log_line
 
 _WEIGHTS_OF_GROUP = 7
-"""A group's bytes over those of its weights, in 16 bits."""
+"""The bytes of a 16-bit group, as a multiple of its weights' bytes."""
 _KEPT_FREE = 10
-"""One part in so many of a tier is left alone where no budget is given."""
+"""One part in so many of a tier is left free if no budget is given."""
 
 
 def resolve_device(device: str | torch.device | Device, *, pin: bool) -> Device:

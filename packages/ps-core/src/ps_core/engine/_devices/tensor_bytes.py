@@ -248,7 +248,7 @@ def push_modes(modes: Iterable[TorchDispatchMode]) -> None:
         torch._C._push_on_torch_dispatch_stack(mode)
 
 
-# Where torch.compile is about, its frame evaluator shall leave this and all that it calls alone.
+# Keep torch.compile's frame evaluator from compiling this function and those that it calls.
 _frames.set_code_exec_strategy(
     TensorBytesTracker.__torch_dispatch__.__code__,
     _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP),

@@ -11,7 +11,7 @@ from ps_core.engine._devices.disk.queues import DiskQueues
 
 
 class NotedTime:
-    """A time by the host's clock."""
+    """A time of the host's clock."""
 
     __slots__ = ("seconds",)
 
@@ -38,7 +38,7 @@ class HostTimer:
         noted = NotedTime()
         if self._disk.serve(queue):
             self._disk.streams.wait_for(queue, noted.note)
-            self._disk.streams.record(queue)  # which launches an empty piece of work, for there is a wait
+            self._disk.streams.record(queue)  # launches an empty piece of work behind the wait
         else:
             noted.note()
         return noted.read

@@ -54,7 +54,7 @@ class Engine:
         self.groups = groups = parts.residency.groups
         self.records = sorted((record for group in groups for record in group.tensors), key=lambda record: record.index)
         self.resident = store.resident
-        """Nothing ever moves."""
+        """True if nothing ever moves."""
         self.loss_scale = loss_scale
         self.constant_bytes = constant_bytes
         """Non-model data that is always on the compute tier: buffers, parameters outside the chunks."""
@@ -68,7 +68,7 @@ class Engine:
         self.access = access = ParameterAccess(parts, self.passes, self.records, self._deciding, self.usability)
         self.saved, self.tables = access.saved, access.tables
         self.call, self.arrive, self.deliver = access.call, access.arrive, access.tables.deliver
-        """What parameters ask most often (`_parameters.managed_parameter.ParameterOwner`)."""
+        """The methods that parameters call most often (`_parameters.managed_parameter.ParameterOwner`)."""
         self.user_gradients = UserGradients(
             self.residency,
             self.gradients,
@@ -119,10 +119,10 @@ class Engine:
                 return
         self.access.check_unchanged(self.records)
 
-    # What else parameters ask.
+    # Other methods for parameters.
 
     def get_gradient(self, record: ParamState) -> torch.Tensor | None:
-        """Return what ``parameter.grad`` reads: a proxy of the stored gradient, or None."""
+        """Return the value of ``parameter.grad``: a proxy of the stored gradient, or None."""
         if record.dropped:
             raise not_trained(record.name)
         self.stepping.check_read(record)
@@ -193,7 +193,7 @@ class Engine:
                 passes.threads.check("a step, or a use of states or gradients,")
             passes.finish()
 
-    # What the optimizer asks (`_optim.settings.OptimizerBackend`).
+    # Methods for the optimizer (`_optim.settings.OptimizerBackend`).
 
     def has_gradient(self, record: ParamState) -> bool:
         """Return True if a gradient of the parameter waits for the step."""
@@ -254,7 +254,9 @@ class Engine:
         if self.stepping.groups:
             self.stepping.check_step(settings, max_norm)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
-        if self.gradients.sums.unplanned or self.together is not None:  # several ranks promote shards into the room
+        if (
+            self.gradients.sums.unplanned or self.together is not None
+        ):  # several ranks promote shards into the freed memory
             self.updater.free_sums()
         self.counters.stepped(skipped=decision.skip)
         if self.residency.exposed.bounds:

@@ -89,7 +89,7 @@ class ModelHooks:
         self._around = ModuleCallWrapper(model, self._run)
         self._blocks.refresh(model)
         self.state_dict_hooks.install()
-        hang = self._handles.append  # each at once: what comes after it may fail
+        hang = self._handles.append  # store each handle at once: a later registration may fail
         for record in self.engine.records:
             if record.parameter.requires_grad:
                 hang(_first_hook(record.parameter, accept_gradient))
@@ -172,7 +172,7 @@ class ModelHooks:
         threads, me = self.engine.passes.threads, get_ident()
         nested = self._running and threads.inside.get(FORWARD) == me
         try:
-            # In line and not in methods of `threads`, for the calls: every forward comes by.
+            # Inlined, not methods of `threads`: this runs in every forward.
             if not nested and (threads.inside.setdefault(FORWARD, me) != me or threads.backward):
                 threads.check(FORWARD)
             if self._check_parameters(model) or self._blocks.blocks:
@@ -307,7 +307,7 @@ def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     hooks = parameter._post_accumulate_grad_hooks
     for other in [key for key in hooks if key != handle.id]:
-        hooks[other] = hooks.pop(other)  # autograd calls them as they were put in, whatever OrderedDict says
+        hooks[other] = hooks.pop(other)  # autograd calls them in order of insertion, despite OrderedDict
     return handle
 
 

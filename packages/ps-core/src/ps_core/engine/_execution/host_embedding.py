@@ -161,7 +161,7 @@ def _is_asked_for(weight: nn.Parameter) -> bool:
         node = get_gradient_edge(weight).node
     try:
         torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # so it says that a leaf's gradient is taken out
+    except RuntimeError:  # autograd raises if a leaf's gradient is asked for
         return True
     return False
 

@@ -48,7 +48,7 @@ class HostTables:
         self._passes, self._gradients, self._store, self._watcher = passes, gradients, store, watcher
         self._check_usable, self._accept = check_usable, accept
         self.pending: dict[ParamState, tuple[int, Tensor]] = {}
-        """Gradients that the parameter's hook has not asked for yet, and the backward pass they are of."""
+        """Gradients that the parameter's hook has not asked for yet, and the number of their backward pass."""
 
     @defer_interrupts
     def rows(self, record: ParamState, ids: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class InstructionExecutor:
         self._places: dict[int, tuple[int, int]] = {}
         """Tier and address of the slots that the plan reserved, by the plan's numbers."""
         self._staged: dict[ParamGroup, tuple[Slot, list[ParamState]]] = {}
-        """Gradients in a slot of their own, on their way to the accumulators."""
+        """Gradients in slots of their own, before they are added to the accumulators."""
         self._flat: dict[ParamGroup, torch.Tensor] = {}
         """Those slots as vectors, while the moment lasts: slots do not move meanwhile."""
         self.activations = PlannedActivations(residency.store)
@@ -92,7 +92,7 @@ class InstructionExecutor:
             Cast: self._cast,
         }
         self.moment = -1
-        """The moment that the model has come to."""
+        """The moment that the model has reached."""
 
     def reach(self, moment: int) -> None:
         """Note which moment the model has reached."""
@@ -101,7 +101,7 @@ class InstructionExecutor:
     def work_before(self, instr: Instr) -> list[WorkEvent]:
         """Return the worker's events that an instruction of another queue has to wait for."""
         if not isinstance(instr.op, Copy):
-            return []  # releasing only takes note, and all else is about the compute tier
+            return []  # a release touches no bytes, and the others only the compute tier
         slots = self._slots[instr.op.source], self._slots[instr.op.target]
         return [slot.work for slot in slots if slot.work is not None]
 
@@ -269,7 +269,7 @@ class InstructionExecutor:
         if sums.version != chunk.version and any(
             record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors
         ):
-            raise Diverged(f"the plan takes the sums of {group.name} to begin here")  # as in one pass more than planned
+            raise Diverged(f"the plan takes the sums of {group.name} to begin here")  # such as an additional pass
         slot, records = self._staged.pop(group, (self._slots[op.gradient], []))
         flat = slot.flat(torch.float32 if group.gathered else group.dtype, group.shard_numel)
         self._gradients.add_staged(group, records, flat, sums, partial(self._launch, instr.queue, (slot, sums)))

@@ -1,7 +1,7 @@
 """Restore home slots that a plan for tight memory released within a segment.
 
 [Note: leaving a plan that lends home slots]
-To *lend* a home slot is to release it while its extent is elsewhere. At the end of the segment every extent is in its
+*Lent* is a home slot that is released while its extent is elsewhere. At the end of the segment every extent is in its
 place again. Where the segment is left before, some are not. Other slots may have taken these places by then, so there
 may be no memory to move the extents back.
 

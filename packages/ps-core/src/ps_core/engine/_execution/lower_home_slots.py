@@ -21,7 +21,7 @@ class HomePlacement:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.elsewhere = False
-        """True if some are not where the plan has them: they were moved down, or are displaced."""
+        """True if some home slots are not in the plan's places: they were moved down, or displaced."""
         self.displaced = False
         """True if a plan that lent home slots was left within a segment.
 

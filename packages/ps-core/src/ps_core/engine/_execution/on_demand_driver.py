@@ -32,7 +32,7 @@ class OnDemandDriver:
         self.highest_nonmodel_bytes: int | None = None
         """The peak of the next passes; None: not known yet."""
         self.training = True
-        """True if the pass that is on is to have a backward pass."""
+        """True if a backward pass will follow in the present pass."""
 
     def begin_pass(self, *, training: bool) -> None:
         """Note whether a backward pass will follow in the pass that begins."""

@@ -40,7 +40,7 @@ class ParameterAccess:
         self._passes, self._records, self._deciding, self._usability = passes, records, deciding, usability
         self._residency, self._gradients, self._stepping = parts.residency, parts.gradients, parts.stepping
         self._resident = parts.residency.store.resident
-        """Nothing ever moves."""
+        """True if nothing ever moves."""
         self.saved = SavedTensors(self, self._residency.owners, passes.count)
         self.tables = HostTables(
             passes,
@@ -65,7 +65,7 @@ class ParameterAccess:
                 result = function(*args, **kwargs)
             if self._passes.outside or function in OPENING:
                 self._expose(records, function)
-            # `check_unchanged`, in line: every call comes by here, and `_version` is cheap within the block.
+            # `check_unchanged`, inlined: this runs in every call, and `_version` is cheap within the block.
             for record in records:
                 if record.parameter._version != record.counted_version:
                     break

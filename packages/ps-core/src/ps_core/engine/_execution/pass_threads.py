@@ -21,7 +21,7 @@ import torch
 from ps_core._errors import InvalidInput
 
 NO_BACKWARD = -1
-"""What autograd says where no backward pass runs."""
+"""Autograd's number for the backward pass where none runs."""
 FORWARD, BACKWARD = "forward", "backward"
 _FREED_WITHIN_S = 0.2
 """Seconds to wait after an exception: a device's thread frees the rest of a pass later than the caller continues."""
@@ -34,12 +34,12 @@ class PassThreads:
         self.inside: dict[str, int] = {}
         """The thread within the root module's forward, under the key `FORWARD`.
 
-        The hooks on the model put it in, by `setdefault`: then no second thread can come between look and change.
+        The model's hooks insert it by `setdefault`: no second thread can come between check and change.
         """
         self.backward: dict[int, weakref.ref[object]] = {}
-        """By the thread that first worked for the backward pass that is on: the callback at that pass's end.
+        """The callback at the end of the running backward pass, by the thread that first worked for that pass.
 
-        `PassTracker` puts the callback in, and takes it out when it is called. Empty: no backward pass is on.
+        `PassTracker` inserts the callback, and removes it when it is called. Empty: no backward pass runs.
         """
 
     @property

@@ -40,7 +40,7 @@ from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
 
 _INDEX, _GRADS = attrgetter("index"), attrgetter("grads")
 _graph_task = torch._C._current_graph_task_id
-"""Returns the number of the backward pass that this thread works for; -1: there is none."""
+"""Return the number of the backward pass that this thread works for; -1: there is none."""
 
 
 class PassTracker:
@@ -61,10 +61,10 @@ class PassTracker:
         self._constant_bytes = constant_bytes
         self._resident = self._store.resident
         self._task = -1
-        """The backward pass that is on, as autograd numbers them."""
+        """Autograd's number of the running backward pass."""
         self.threads = PassThreads()
         self._around = -1
-        """The backward pass that the present pass began its forward in (in a hook); -1: it began in none."""
+        """The backward pass in which the present pass began its forward (in a hook); -1: none."""
         self.counting = False
         """True while non-model bytes may be counted: they cannot be stopped everywhere, see `stop_counting`."""
         self.nonmodel = self._store.device.nonmodel_bytes()
@@ -72,19 +72,19 @@ class PassTracker:
         self.driver: PassDriver = self.demand
         self.scheduler = scheduler
         self.moment = 0
-        """Grows with every moment; never the same in forward and in backward."""
+        """Serial number of the moment; never the same in forward and in backward."""
         self.outside = True
         """True if the root module's forward is not running: memory that a call returns belongs to the caller."""
         self.gradient_passes = 0
-        """Number of training passes that brought gradients, so far."""
+        """Number of training passes with gradients so far."""
         self.broke_off = False
         """True if an exception ended the last pass; `finish` sets it."""
         self.followed = False
         """True if the last pass left its plan, and a driver went on that takes part in the plan's collectives."""
         self.recording: PassRecording | None = None
-        """The recording of the pass that is on; None between passes."""
+        """The recording of the present pass; None between passes."""
         self.current: MomentRecord | None = None
-        """The moment that is on; None between passes, and before a pass's first."""
+        """The present moment; None between passes, and before a pass's first."""
         self.observer: Callable[[MomentRecord, bool], None] | None = None
         """See `observe`."""
         self.before_moments: list[Callable[[], None]] = []
@@ -130,7 +130,7 @@ class PassTracker:
         The inputs were made while the pass was open, and are not counted.
         """
         if torch._C._current_graph_task_id() == -1:
-            self._task = -1  # whatever became of an earlier backward pass
+            self._task = -1  # even if an earlier backward pass broke off
         recording = self.recording
         if recording is not None:
             unfinished = self.current is not None and self.current.backward
@@ -293,7 +293,7 @@ class PassTracker:
             self.observer(moment, len(self.recording.moments) == 1)
         held: list[ParamState] = []
         if not self.counting:
-            return held  # nothing is learned from the pass
+            return held  # the pass is not recorded
         groups = dict.fromkeys(moment.reads)
         for index in moment.held:
             groups[self._record_of[index].group.index] = None
@@ -332,7 +332,7 @@ class PassTracker:
         nonmodel_bytes = moment.nonmodel_bytes
         return compute_tier_too_small(self._store, self._groups, moment.name, needed, nonmodel_bytes, proven=True)
 
-    # The beginning and the end of a pass.
+    # Begin and end a pass.
 
     def _begin(self, *, backward: bool) -> None:
         if self._residency.exposed.bounds:
@@ -388,7 +388,7 @@ class PassTracker:
         if recording is None:
             self.stop_counting()
             return
-        self._close_moment(strict=strict)  # where that raises, the pass is still to be ended
+        self._close_moment(strict=strict)  # if that raises, the pass is still open
         self.broke_off = not strict and (
             sys.exc_info()[0] is not None or (self.current is not None and self.current.backward)
         )
@@ -405,7 +405,7 @@ class PassTracker:
         recording.regular = recording.regular and not _has_saved(self._records)
         self._counters.passed(replayed=self.driver is not self.demand)
         self.gradient_passes += recording.training and any(map(_GRADS, recording.moments))
-        if self.tracked or self.broke_off:  # else there is nothing to be learned from it
+        if self.tracked or self.broke_off:  # else the recording has no new figures
             self.scheduler.observe(recording)
 
     def _return_chunks_home(self, recording: PassRecording) -> None:

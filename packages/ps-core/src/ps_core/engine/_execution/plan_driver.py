@@ -57,11 +57,11 @@ class PlanDriver:
         self._begun = 0
         """How many moments of the segment have begun."""
         self._running: Instr | None = None
-        """The moment that is on."""
+        """The present moment."""
         self._waits = {} if self._store.synchronous else self._segment.waits
         self._recorded = frozenset[int]() if self._store.synchronous else self._segment.recorded
         self._events: dict[int, Event] = {}
-        """By instruction: the event behind it."""
+        """The event behind each instruction."""
         self._stepping = stepping
         self._early = {} if stepping is None else self._segment.early
         self._worker = None if self._store.synchronous else self._device.worker
@@ -70,7 +70,7 @@ class PlanDriver:
         on_worker = self._worker is not None and self._uses(self._worker)
         waits_on_threads = self._store.file is not None or on_worker or self._executor.waits_for_ranks
         self._order = IssueOrder(self._segment, self._would_block) if waits_on_threads else None
-        """Works out what to issue as other threads get on; None: there is none, and it is known already."""
+        """Chooses what to issue by other threads' progress; None: there are no such threads, the order is fixed."""
         if self._segment.moments:
             self._store.arena.return_pages(plan.arena_end)
         if counters.recorder is not None:
@@ -119,7 +119,7 @@ class PlanDriver:
             raise Diverged(f"the pass ends before {self._segment.moments[self._begun].name}")
         self._issue(None)
         self._executor.restore_homes()
-        self._events.clear()  # a device uses them again
+        self._events.clear()  # the device may reuse them
         if self._counters.recorder is not None:
             self._counters.recorder.leave_plan()
 

@@ -66,7 +66,7 @@ class PlanRequest:
     def _explained(self, error: DoesNotFit, trace: Trace) -> DoesNotFit:
         """Return the planner's error with suggestions for users of the engine."""
         store, groups = self._engine.store, self._engine.groups
-        # The planner was asked for what is not taken for good (pinned weights, tables, activations that wait below).
+        # The planner was given the tiers without permanent uses (pinned weights, tables, offloaded activations).
         kept = [
             whole.capacity_bytes - left.capacity_bytes for whole, left in zip(store.tiers, self._tiers(), strict=True)
         ]

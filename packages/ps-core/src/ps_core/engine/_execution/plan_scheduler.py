@@ -44,7 +44,7 @@ from ps_core.engine._tracing.first_pass import (
 from ps_core.engine._tracing.pass_recording import PassRecording
 
 _WATCHED_EVERY = 32
-"""One in so many planned passes has its non-model bytes measured: every operator is seen, or PyTorch's peak reset."""
+"""The non-model bytes of one in so many planned passes are measured, which costs time."""
 
 
 class PlanScheduler:
@@ -72,9 +72,9 @@ class PlanScheduler:
         """The batch of the last pass that a driver was chosen for."""
         self._found: tuple[PassRecording, BatchShape] | None = None
         self._before_step = 0
-        """Number of passes that had brought gradients before this step's first."""
+        """Number of passes with gradients before this step's first."""
         self._seen: tuple[list[Any], BatchShape] = [], BatchShape()
-        """Shapes and types of the last call's arguments, and the batch they are."""
+        """Shapes and types of the last call's arguments, and their batch shape."""
         self._tried = False
         """True if the first pass was tried with fake tensors."""
         self._estimated = False
@@ -141,7 +141,7 @@ class PlanScheduler:
         elif not (self._tried or self._engine.resident) and torch.is_grad_enabled():
             if not self._engine.management.has_compiled_blocks:  # their moments are only known once they have run
                 self._foresee(module, args, kwargs)
-            self._tried = True  # now: who interrupted it may want it at the next attempt
+            self._tried = True  # only now: after an interrupt the next call tries again
 
     def _batch_of(self, args: Any, kwargs: Any) -> BatchShape:
         """Return the shape of a call's arguments; usually they are as in the call before."""
@@ -160,7 +160,7 @@ class PlanScheduler:
         """Plan again with more bytes left free, if the device ran out of memory since the last pass."""
         store, missing_bytes = self._engine.store, self._engine.store.device.take_failed_bytes()
         if missing_bytes:
-            self._batch = self._served = None  # nothing is to be learned from a pass that broke off
+            self._batch = self._served = None  # a pass that broke off is not recorded
             self._engine.finish_pass()
             before = self._spare_bytes
             self._spare_bytes += bytes_to_reserve(missing_bytes, store.tiers[0].capacity_bytes)
@@ -225,7 +225,7 @@ class PlanScheduler:
             segment = SegmentName.EVAL
         else:
             if self._passes_of_step and not engine.has_gradients():
-                self._before_step = engine.passes.gradient_passes  # what there was, was forgotten
+                self._before_step = engine.passes.gradient_passes  # earlier gradients were forgotten
             micro = plan.micro_segments
             segment = micro[min(self._passes_of_step, len(micro) - 1)]
         tracked = training is self._setup.training and self._is_watched()
@@ -237,6 +237,7 @@ class PlanScheduler:
     ) -> PlanDriver:
         """Return the driver of one segment."""
         engine = self._engine
+        engine.activations.release_free()  # the plan has room for these
         return PlanDriver(
             plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked, stepping=stepping
         )

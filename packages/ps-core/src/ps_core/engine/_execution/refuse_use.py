@@ -20,7 +20,7 @@ class Usability:
         self.half_loaded = ""
         """The load that failed after replacing some values; nothing may be trained until a load succeeds."""
         self.refuses = store.file is not None
-        """True if `check` may raise; asked at every use of a parameter. (With a disk: in a forked process.)"""
+        """True if `check` may raise; read at every use of a parameter. (With a disk: in a forked process.)"""
 
     def mark_materialized(self, *, on: bool) -> None:
         """Refuse to train while parameters are ordinary ones, or allow it again."""

@@ -29,9 +29,9 @@ class SlotUse(NamedTuple):
 
     group: ParamGroup
     slot: int
-    """The plan's number of the slot."""
+    """The slot's number in the plan."""
     holds_weight: bool
-    """False: the slot is for gradients only, apart from the weights."""
+    """True if the slot holds the weight; False: it is for gradients only."""
     read: bool
     """True: the slot must hold the newest contents. False: what the slot holds is written over."""
     gains: bool
@@ -64,16 +64,16 @@ class SegmentQueues:
     by_queue: dict[Queue, tuple[Instr, ...]]
     moments: tuple[PlannedMoment, ...]
     waits: dict[int, tuple[int, ...]]
-    """By instruction: the instructions on other queues that its queue has to wait for, if there are any."""
+    """Instructions on other queues that each instruction's queue has to wait for, if there are any."""
     recorded: frozenset[int]
     """Instructions that another queue waits for, so that an event is recorded behind each."""
     count: int
     lends_homes: bool
     """True if home slots are released within the segment; see `_execution.lent_home_slots`."""
     early: Mapping[int, tuple[Instr, ...]]
-    """By instruction: the steps that are made behind it, while backward goes on."""
+    """Steps that are made behind each instruction, while backward goes on."""
     prefetch: int | None
-    """How many moments ahead groups are fetched at the most."""
+    """The most moments that groups are fetched ahead."""
 
     @cached_property
     def batches(self) -> tuple[tuple[Instr, ...], ...]:
@@ -128,7 +128,7 @@ class IssueOrder:
                 if patient:
                     return
                 if queue is Queue.CPU or (queue is Queue.COMPUTE and isinstance(instr.op, Step)):
-                    break  # the host has worked for a while, and copies may wait for what it did
+                    break  # this took time: first issue copies that wait for it
 
     def _may_issue(self, instr: Instr, *, patient: bool) -> bool:
         if isinstance(instr.op, Run) or not self._done.issuperset(instr.after):

@@ -35,9 +35,9 @@ class StateDicts:
         self._end_pass, self._check_writes = end_pass, check_writes
         self.copies = StateCopies()
         self._making = 0
-        """State dicts being made, one within another: parameters answer with copies."""
+        """State dicts under construction, one within another: parameters are read as copies."""
         self._loading: tuple[object, object] | None = None
-        """The load that is on, by the module that it began with and PyTorch's list of its missing keys."""
+        """The running load: the module that it began with, and PyTorch's list of its missing keys."""
         self.open = False
         """True while a state dict is made or loaded, or if one was broken off: then call `forget`."""
 
@@ -65,7 +65,7 @@ class StateDicts:
         if self._loading is not None and self._loading[1] is missing:
             return
         self._end_pass()
-        self.forget()  # whatever became of an earlier one
+        self.forget()  # even if an earlier one broke off
         self.copies.forget()
         self._loading, self.open = (module, missing), True
 
@@ -88,7 +88,7 @@ class StateDicts:
         copy = self.copies.get(record)
         if copy is not None:
             return copy
-        with torch.inference_mode(False):  # or the copy would be one that does not count its changes
+        with torch.inference_mode(False):  # an inference tensor has no version counter
             return self.copies.add(record, self._read(record))
 
     def load(self, record: ParamState, value: torch.Tensor) -> bool:

@@ -50,7 +50,7 @@ class GradientStore:
         self._overwrites = overwrites
         self._one_tier = residency.store.resident
         self.pending: dict[ParamState, None] = {}
-        """Parameters whose gradients go over their weights later; some may have gone elsewhere since."""
+        """Parameters whose gradients are to overwrite their weights later; some may have moved since."""
         self.sums = GradientSums(residency, self._tier_of_sums)
 
     # Arrival.
@@ -69,7 +69,7 @@ class GradientStore:
             record.keep_gradient(gradient, overwrite_pending=True)
             self.pending[record] = None
         elif self._one_tier and record.numel >= SMALL_NUMEL:
-            self.measure(record)  # while it is in the processor's caches
+            self.measure(record)  # while the gradient is in the CPU's caches
 
     def _keeps_own_tensor(self, record: ParamState) -> bool:
         """Return True if a gradient that cannot go into the weight slot stays, and is summed, in its own tensor."""
@@ -228,7 +228,7 @@ class GradientStore:
         groups: dict[ParamGroup, None] = {}
         for record in records:
             if record.gradient in (GradientPlace.IN_WEIGHT_SLOT, GradientPlace.ON_ITS_WAY):
-                groups[record.group] = None  # also where a sum over ranks was broken off half-way
+                groups[record.group] = None  # also if a sum over ranks broke off
             record.mark_discarded()
         for group in groups:
             if (

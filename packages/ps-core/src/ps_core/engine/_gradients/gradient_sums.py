@@ -18,10 +18,10 @@ from ps_core.engine._parameters.state_transitions import GradientPlace
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Launch: TypeAlias = Callable[[str, Tensors, Tensors, Callable[[], object]], None]
-"""Launches work: its name, the tensors that it reads, those that it writes, and what does it."""
+"""A function that launches work: its name, the tensors it reads, those it writes, and the function to run."""
 
 _PIECE_NUMEL = 2**14
-"""Elements of a gradient that are copied down at a time, where there is no room for all of it."""
+"""Elements of a gradient that are copied down at a time, if there is no room for all of it."""
 
 
 def flatten(record: ParamState, gradient: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class GradientSums:
         self._residency, self._store = residency, residency.store
         self._tier_of_sums = tier_of_sums
         self.unplanned = False
-        """True once there was an accumulator that no plan knows of."""
+        """True once there was an accumulator that no plan contains."""
 
     def accumulator(self, group: ParamGroup) -> Chunk:
         """Return the chunk of a group's fp32 sums; make it if no plan contains it."""

@@ -29,7 +29,7 @@ class LossScale:
     def update(self, *, skipped: bool) -> None:
         """Adapt the scale after a step."""
         if skipped:
-            # Here torch would in the end reach zero, and then divide by it.
+            # PyTorch's scale may reach zero here, and then divide by it.
             self.value = max(self.value * self.backoff_factor, SMALLEST)
             self.clean_steps = 0
             return

@@ -33,7 +33,7 @@ _GET_DTYPE = getattr(torch.Tensor, "dtype").__get__  # noqa: B009 - torch's stub
 View = Callable[[torch.Tensor], torch.Tensor]
 
 MEMORY = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory"})
-"""Methods that return a tensor's memory, or move it, without the dispatcher; there is no such memory."""
+"""Methods that return a tensor's memory, or move it, without the dispatcher; these gradients have none."""
 COPYING = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"})
 """Methods that read a tensor's memory without the dispatcher."""
 
@@ -63,7 +63,7 @@ class ManagedGrad(torch.Tensor):
     _views: tuple[View, ...]
     """The operators that make this view of the gradient; none: this is the whole gradient."""
     _root: ManagedGrad | None
-    """The gradient that this one is a view of, or the same as; None: this one."""
+    """The gradient that this one is a view of, or equal to; None: this one."""
 
     @staticmethod
     def __new__(
@@ -158,7 +158,7 @@ class ManagedGrad(torch.Tensor):
         if name in MEMORY and isinstance(args[0], cls):
             args[0].refuse(f"{name}()", "the gradient is in a chunk, and has no memory of its own: .clone() it first")
         if name == "__get__" and func == _GET_DTYPE and sys._getframe(1).f_code is GradScaler._unscale_grads_.__code__:
-            _unscale(args)  # which would say of 16-bit gradients that they cannot be unscaled
+            _unscale(args)  # GradScaler would refuse 16-bit gradients
         copied = name in COPYING and isinstance(args[0], cls)
         if copied:
             args = (args[0].value(), *args[1:])
@@ -307,4 +307,4 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.detach_.default: lambda grad: grad,
     aten.is_pinned.default: lambda grad: False,
 }
-"""What is answered without the gradient, by operator; an answer of NotImplemented leaves the rest to `_compute`."""
+"""Operators that need no gradient data; an answer of NotImplemented leaves the call to `_compute`."""

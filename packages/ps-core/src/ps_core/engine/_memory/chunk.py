@@ -40,21 +40,21 @@ class Slot:
 
     tier: int
     offset: int
-    """Its address in the compute tier's arena; -1 on other tiers, where every slot is memory of its own."""
+    """The slot's address in the compute tier's arena; -1 on other tiers, where every slot is separate memory."""
     bytes: int
     memory: torch.Tensor
-    """``bytes`` of uint8; on the disk they are on ``meta``, so that they cannot be taken for contents."""
+    """``bytes`` of uint8; on the disk they are on ``meta``, so that they cannot be read by mistake."""
     extent: Extent | None = None
     """The extent that the slot holds, or held; None: none yet."""
     version: int = -1
-    """Which version of the extent; -1: no usable bytes. `Chunk` writes both."""
+    """The version of the extent; -1: no usable bytes. `Chunk` writes ``extent`` and ``version``."""
     place: FileExtent | None = None
     """On the disk: where in the file."""
     views: dict[ViewKey, MemoryView] = field(default_factory=dict)
     """Views that were made here, for the next time: the arena's own dict for a slot within its block, since the next
     slot there may be another. `Residency.bind` adds to it; freed with the memory."""
     work: WorkEvent | None = None
-    """Behind the work of the worker thread that touches this slot; None: it is known to be over."""
+    """The end of the worker's work on this slot; None: that is known to be over."""
 
     def clear(self) -> None:
         """Note that the slot holds nothing."""
@@ -110,7 +110,7 @@ class Chunk:
     """The home slot, which always exists (a plan for tight memory may lend its memory within a segment)."""
     version: int = 0
     copies: dict[int, Slot] = field(default_factory=dict)
-    """By tier: slots besides the home slot."""
+    """Slots besides the home slot, by tier."""
     planned: bool = False
     """True if the chunk exists for good; a gradient sum may exist for one step only."""
     gathered: bool = False

@@ -15,7 +15,7 @@ class SlotCache:
 
     def __init__(self) -> None:
         self._slots: dict[int, list[Slot]] = {}
-        """By size."""
+        """Kept slots by size."""
 
     def put(self, slot: Slot) -> None:
         """Keep a slot that nothing works on any more."""

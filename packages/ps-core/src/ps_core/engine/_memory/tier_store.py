@@ -23,11 +23,11 @@ from ps_core.engine._memory.slot_cache import SlotCache
 from ps_core.engine._support.counters import ByteLedger
 
 POISON = 0xFF
-"""Fills freed memory where asked to: not-a-number in every precision."""
+"""The byte that fills freed memory on request: not-a-number in every precision."""
 
 _OFFSET = attrgetter("offset")
 _PIECE_BYTES = 2**20
-"""Bytes that `Arena.shift` copies at a time, by way of other memory."""
+"""Bytes that `Arena.shift` copies at a time, through other memory."""
 
 
 class TierStore:
@@ -52,12 +52,12 @@ class TierStore:
         if file is not None:
             device.attach(file)
         self.synchronous = device.synchronous
-        """Nothing is ever under way when a call returns."""
+        """True if all work is over when a call returns."""
         disk_queues = DISK_QUEUES if file is not None else ()
         waits_for_collectives = shared and not device.has_collective_stream  # [Note: two threads] in `_sharding`
         collective_queues = (Queue.COLL,) if waits_for_collectives else ()
         self.queues = (Queue.COMPUTE, Queue.H2D, Queue.D2H, *disk_queues, *collective_queues)
-        """Queues on which work may be under way."""
+        """Queues on which work may run."""
         self.tiers = tiers
         self.given = given or UserLimits()
         self.resident = len(tiers) == 1 and not shared
@@ -68,7 +68,7 @@ class TierStore:
         self.arena = Arena(device, top.capacity_bytes, exists=len(tiers) > 1, host=top.name == "host", poison=poison)
         self.spare = SlotCache()
         self._leaving: list[WorkEvent] = []
-        """Behind the work on host memory that was released before the work was over."""
+        """Ends of the work on host memory that was released before the work was over."""
 
     @property
     def limits(self) -> TierBudget:
@@ -294,7 +294,7 @@ class Arena:
     def overlapping(self, offset: int, size: int) -> list[Slot]:
         """Return the slots that have some of a range; empty: the range can be reserved."""
         slots, end, found = self._slots, offset + size, []
-        first = bisect_right(slots, offset, key=_OFFSET)  # the slot before is the only one that may reach beyond
+        first = bisect_right(slots, offset, key=_OFFSET)  # of the earlier slots only the last may reach into the range
         for slot in slots[max(0, first - 1) : bisect_left(slots, end, first, key=_OFFSET)]:
             if offset < slot.offset + slot.bytes:
                 found.append(slot)  # a comprehension would be one more Python call, for each slot that is reserved
@@ -346,7 +346,7 @@ class Arena:
         self._memory = self._memory.new_empty(0)
         try:
             self._memory = self._block(end)
-        except torch.OutOfMemoryError:  # then each slot has memory of its own, as before there was a plan
+        except torch.OutOfMemoryError:  # each slot then has separate memory, as without a plan
             self._memory = self._block(0)
         for slot, contents in saved:
             slot.memory, slot.views = self._window(slot.offset, slot.bytes)

@@ -20,7 +20,7 @@ from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
 
 _UNBUDGETED_BYTES = 2**16
-"""Bytes of the buffer between a file and the device, or another file, where the host tier is full."""
+"""Bytes of the buffer between a file and the device, or another file, if the host tier is full."""
 
 
 class Transfers:
@@ -44,7 +44,7 @@ class Transfers:
             self._copy_within_tier(source, slot, chunk.bytes)
         chunk.fill(slot)
         if queue is not None:
-            self.finish(queue)  # where the disk fails, that makes the slot stale again
+            self.finish(queue)  # if the disk fails, that makes the slot stale again
         return slot
 
     def write_home(self, chunk: Chunk) -> None:

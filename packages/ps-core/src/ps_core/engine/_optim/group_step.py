@@ -201,7 +201,7 @@ class StepDecision:
     norm: float
     skip: bool
     factor: float
-    """Undoes the loss scale and clips."""
+    """The factor that undoes the loss scale and clips."""
 
 
 def decide(records: list[ParamState], parts: list[torch.Tensor], max_norm: float | None, scale: float) -> StepDecision:
@@ -240,7 +240,7 @@ class BrokenStep:
 
     decision: StepDecision
     left: frozenset[int]
-    """The records that it did not come to."""
+    """The records that were not stepped."""
     asked: tuple[float | None, float]
 
 
@@ -250,7 +250,7 @@ class StepDecisions:
     def __init__(self, gradients: GradientStore) -> None:
         self._gradients = gradients
         self.begun: BrokenStep | None = None
-        """The step that broke off, if the next one may be the rest of it."""
+        """The step that broke off, if the next one may complete it."""
 
     def forget(self) -> None:
         """Forget the decision: new gradients come, or gradients were changed."""

@@ -193,7 +193,7 @@ def _floats(names: Sequence[str], values: Sequence[Any]) -> list[float]:
 
 
 _settings: Callable[..., Settings] = lru_cache(maxsize=64)(Settings)
-"""Checks numbers once: most steps have those of the step before."""
+"""Make settings; results are cached, since most steps have those of the step before."""
 
 
 def _within(name: str, value: float, end: float, meant: str) -> None:

@@ -58,7 +58,7 @@ class OnDemandStepper:
             self._put_back(group.chunks[kind], slot)
         for kind, copy in copies.items():
             if copy is not None and copy is not slots[kind]:
-                group.chunks[kind].add_copy(copy)  # something aliases this memory, and keeps the old values
+                group.chunks[kind].add_copy(copy)  # it has live aliases, which keep the old values
 
     def _all_on(self, group: ParamGroup, kinds: list[Kind], tier: int) -> dict[Kind, Slot]:
         """Return slots on a tier with these kinds' current bytes; if there is no room for all, undo and raise."""
@@ -80,7 +80,7 @@ class OnDemandStepper:
             return chunk.home
         slot = self._store.reserve(tier, chunk.bytes)
         if tier not in chunk.copies:
-            chunk.add_copy(slot)  # or the bytes would be nowhere if they cannot be put back
+            chunk.add_copy(slot)  # registered, since copying it back to the home slot may fail
         return self._residency.transfers.copy_to(chunk, slot)
 
     def _put_back(self, chunk: Chunk, slot: Slot) -> None:
@@ -158,7 +158,7 @@ class OnDemandStepper:
         group = record.group
         kinds = [kind]
         if kind is Kind.P32:
-            value = value.to(torch.float32)  # from which 16 bits are rounded, as every step does
+            value = value.to(torch.float32)  # the 16-bit weight is rounded from it, as in every step
             kinds = [each for each in (group.weight, Kind.P32) if each in group.chunks]
             if record.gradient is GradientPlace.IN_WEIGHT_SLOT:
                 self._gradients.restore_weights(group)

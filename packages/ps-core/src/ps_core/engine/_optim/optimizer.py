@@ -31,7 +31,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     """The optimizer that ``chunked`` returns beside the model. ``param_groups`` are read at every step."""
 
     masters_in_state_dict = True
-    """True if `state_dict` holds the fp32 masters of parameters whose weights are 16 bits, if the call does not say."""
+    """Default of `state_dict`: True to include the fp32 masters of parameters with 16-bit weights."""
 
     def __init__(
         self,

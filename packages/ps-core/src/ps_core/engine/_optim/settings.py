@@ -25,7 +25,7 @@ class Progress(NamedTuple):
     steps: int
     """Number of steps so far."""
     scalars: Scalars = ()
-    """Empty before the first step, and of AdamW, Adam and SGD of `ps_core`."""
+    """The parameter's single values: empty before the first step, and with AdamW, Adam and SGD of `ps_core`."""
 
 
 class StatePlace(NamedTuple):
@@ -82,7 +82,7 @@ class Outcome:
     norm: float | None
     """The norm of all gradients as one vector, without the loss scale, before clipping; None: not known."""
     skipped: bool
-    """A gradient held infinity or not-a-number, so nothing was changed."""
+    """True if a gradient held infinity or not-a-number, so nothing was changed."""
 
 
 class OptimizerBackend(Protocol):

@@ -45,7 +45,7 @@ class StateEntry:
     states: dict[str, torch.Tensor]
     """Empty: as before the first step."""
     master: torch.Tensor | None
-    """None: the parameter keeps the one it has."""
+    """The master; None: the parameter keeps its own."""
     scalars: Scalars = ()
 
 

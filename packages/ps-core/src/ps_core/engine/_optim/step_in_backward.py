@@ -25,7 +25,7 @@ class StepInBackward:
     def __init__(self) -> None:
         self._settings: Callable[[], Callable[[], SettingsOf] | None] | None = None
         self.groups: dict[ParamGroup, SettingsOf] = {}
-        """Those that were stepped within backward, until ``optimizer.step()``, and the settings of that step."""
+        """Groups that were stepped within backward, until ``optimizer.step()``, and the settings of that step."""
 
     def use(self, settings: Callable[[], SettingsOf]) -> None:
         """Use this method of the optimizer for settings. The optimizer is made after the engine, and may be freed."""

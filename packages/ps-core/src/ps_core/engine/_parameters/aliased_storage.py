@@ -30,7 +30,7 @@ class _Range(NamedTuple):
     """The bytes between the first and the last element of a tensor."""
 
     memory: tuple[str, int]
-    """Addresses of different memories say nothing about each other."""
+    """The tensor's memory: addresses of different memories cannot be compared."""
     start: int
     stop: int
 
@@ -161,7 +161,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield what a module holds besides other modules."""
-    # Such a hook sets the attribute of its name anew in each forward, as torch.nn.utils.spectral_norm does.
+    # A hook with a name sets that attribute in each forward, as torch.nn.utils.spectral_norm's does.
     set_anew = [getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()]
     yield from module._parameters.items()
     yield from module._buffers.items()

@@ -132,7 +132,7 @@ def everything_too_large(
         moment="between steps",
         needed_bytes=max(needed_bytes, capacity + 1),
         available_bytes=capacity,
-        proven=needed_bytes > capacity,  # else there is room in all, but not for whole groups
+        proven=needed_bytes > capacity,  # else the bytes suffice in total, but not for whole groups
         remedies=(
             _enough(store, groups, needed_bytes) + (_SO_FAR if so_far else ""),
             *less,
@@ -262,7 +262,7 @@ class Suggestion(NamedTuple):
     """Something to change in a model before `chunked`."""
 
     code: str
-    """Empty: there is none that would do for any model."""
+    """The code to write; empty: none is right for every model."""
     text: str
 
 

@@ -43,7 +43,7 @@ class Masters:
         """Parameters whose weights an optimizer's state changed."""
         self._states_loaded = False
         self.changed = True
-        """True if there is something to tell, or to forget, before the next step."""
+        """True if there is something to report, or to forget, before the next step."""
         self._told = self._exchange_told = not speaks
 
     def weight(self, record: ParamState, value: torch.Tensor) -> torch.Tensor | None:

@@ -27,9 +27,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The types of parameters that can be managed, and of a root module's inputs that are cast."""
 _SMALLEST_GROUP_NUMEL = 2**16
 _Tied: TypeAlias = list[tuple[str, nn.Parameter]]
-"""Parameters that stay equal, with their names; nearly always there is one."""
+"""Parameters that stay equal, with their names; usually there is one."""
 _PARTS_OF_DEVICE = 16
-"""A group is at most this part of the accelerator's budget, or moves would be too coarse for it."""
+"""A group is at most one part in so many of the accelerator's budget: larger moves are too coarse."""
 
 
 class _GroupKey(NamedTuple):
@@ -38,7 +38,7 @@ class _GroupKey(NamedTuple):
     trainable: bool
     dtype: torch.dtype
     fixed_tier: int | None
-    """The tier where they are for good."""
+    """The tier where the parameters always stay."""
 
 
 @dataclass(frozen=True, slots=True)

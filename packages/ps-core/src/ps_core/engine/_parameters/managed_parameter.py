@@ -29,7 +29,7 @@ class ParameterOwner(Protocol):
         """Fetch these parameters, and call the function."""
 
     def get_gradient(self, record: ParamState) -> Any:
-        """Return what ``parameter.grad`` reads."""
+        """Return the value of ``parameter.grad``."""
 
     def set_gradient(self, record: ParamState, value: Any) -> None:
         """Assign ``parameter.grad = value``."""
@@ -80,10 +80,10 @@ _PLAIN = frozenset(
         torch.is_same_size,
     }
 )
-"""Answered without touching anything: a parameter that is elsewhere has the right shape, type and device."""
+"""Functions that need no memory: a parameter that is elsewhere has the right shape, type and device."""
 
 _STRIDED = frozenset(_methods("stride", "is_contiguous", "storage_offset"))
-"""Answered for the memory a parameter has when it is in."""
+"""Functions that are answered for the memory that a parameter has on the compute tier."""
 
 OPENING = frozenset(
     {
@@ -95,7 +95,7 @@ OPENING = frozenset(
 """Functions that return the memory itself: writes there may bypass PyTorch's version counter."""
 
 _LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None), torch.Size})
-"""Types of most arguments, in which no parameter can be."""
+"""Types of most arguments that cannot contain a parameter."""
 _NESTS = (list, tuple, dict)
 
 _GET_GRAD = _descriptor("grad").__get__

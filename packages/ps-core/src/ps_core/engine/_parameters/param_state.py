@@ -21,9 +21,9 @@ from ps_core.engine._parameters.state_transitions import (
 )
 
 HOST = 1
-"""The tier of the host's memory."""
+"""The number of the host tier."""
 TAIL_NUMEL = 64
-"""The number of a group's elements is a multiple of this; every chunk's size, of 128 bytes."""
+"""A group's elements are padded to a multiple of this, so that chunks are multiples of 128 bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,20 +51,20 @@ class ParamState:
     contents: SlotContents = SlotContents.WEIGHT
     gradient: GradientPlace = GradientPlace.NONE
     own_gradient: torch.Tensor | None = None
-    """The gradient where ``gradient`` is OWN_TENSOR, else None. Only methods of this class write these four."""
+    """The gradient if ``gradient`` is OWN_TENSOR, else None. Only methods of this class write these four attributes."""
     overwrite_pending: bool = False
     """True if `own_gradient` is to be written into the weight slot once nothing may read the weight any more."""
     factor: float = 1.0
     """The factor that the user multiplied the gradient by (clipping); the step applies it."""
     staged_factor: float | None = None
-    """The factor of a gradient that is not yet in the sum it belongs to; None: there is no such gradient.
+    """The factor of a gradient that is not yet in its sum; None: there is no such gradient.
 
     `factor` is the earlier sum's meanwhile. `mark_summed` makes this one the new sum's.
     """
     assigned: bool = False
     """True if the gradient was given by ``parameter.grad = ...``."""
     dropped: bool = False
-    """True if a gradient came that no optimizer steps, until ``zero_grad``: reading ``.grad`` says so."""
+    """True if a gradient came that no optimizer steps, until ``zero_grad``: reading ``.grad`` reports it."""
     grad_proxy: torch.Tensor | None = None
     """The `ManagedGrad` that ``parameter.grad`` returned for this gradient."""
     norm_part: torch.Tensor | None = None
@@ -89,7 +89,7 @@ class ParamState:
         )
 
     counted_version: int = 0
-    """PyTorch's ``_version`` as the engine left it: another one means that the user changed the parameter."""
+    """PyTorch's ``_version`` as the engine left it: a different one means that the user changed the parameter."""
     tied: list[ParamState] = field(default_factory=list)
     """The parameters that shared memory before `chunked`, this one included, all in one group; empty: none did."""
 
@@ -242,7 +242,7 @@ class ParamGroup:
 
     index: int
     weight: Kind
-    """P16, or P32 where that is what is computed with."""
+    """The kind that the model computes with: P16 or P32."""
     dtype: torch.dtype
     trainable: bool
     fixed_tier: int | None = None
@@ -258,7 +258,7 @@ class ParamGroup:
     last_read_moment: int = -1
     """Serial number of the last moment that reads the group; -1: the next use begins a moment."""
     last_grad_moment: int = -1
-    """Serial number of the last moment that brings gradients of the group."""
+    """Serial number of the last moment with gradients of the group."""
     states: int = 2
     """The number of `STATES` that the optimizer keeps for each parameter."""
     gathered: bool = False

@@ -31,7 +31,7 @@ class Residency:
         self.owners: dict[int, ParamState] = {}
         """The parameter that each bound storage belongs to, by the address of the StorageImpl."""
         self.tampered: list[ParamState] = []
-        """Parameters whose changes in place were lost when they left; the next error names them."""
+        """Parameters whose changes in place were lost when they were evicted; the next error names them."""
         self.exposed = ExposedParameters(self)
 
     # Parameters.
@@ -61,7 +61,7 @@ class Residency:
             else:
                 parameter.data = view.tensor
             version = parameter._version
-        if version != record.counted_version:  # by an alias of memory where it was before
+        if version != record.counted_version:  # changed through an alias of its former memory
             record.counted_version = version
             self.tampered.append(record)
         record.bound = bound = SlotView(slot, *view)
@@ -78,7 +78,7 @@ class Residency:
         parameter = record.parameter
         with torch._C.DisableTorchFunctionSubclass():
             version = parameter._version
-        if version != record.counted_version:  # a change outside of the engine: do not use this copy
+        if version != record.counted_version:  # the user changed it: do not use this copy
             self.tampered.append(record)
             self.undo_changes(record, bound.slot)
         with torch._C.DisableTorchFunctionSubclass():

@@ -63,8 +63,9 @@ class SavedParameterRef:
 
 
 Packed: TypeAlias = torch.Tensor | SavedParameterRef | tuple[torch.Tensor, int]
-"""Other tensors are kept as ``(detached tensor, version)``. An operator that saved its own output would form a cycle
-with ``grad_fn``, and leak if backward never runs.
+"""What autograd saves. Other tensors are saved as ``(detached tensor, version)``.
+
+An operator that saved its own output would form a cycle with ``grad_fn``, and leak if backward never runs.
 """
 
 

@@ -20,7 +20,7 @@ class StateCopies:
 
     def __init__(self) -> None:
         self.made: dict[ParamState, torch.Tensor] = {}
-        """For the state dict that is being made; tied parameters share theirs, as plain ones would."""
+        """Copies for the state dict under construction; tied parameters share theirs, as plain ones would."""
         self.given: list[tuple[ParamState, weakref.ref[torch.Tensor], torch.Tensor, int]] = []
         """Tensors given to state dicts that `check` has to compare."""
 

@@ -37,7 +37,7 @@ class SlotMoves(Protocol):
     """Protocol of the residency of the parameters' slots, as these checks use it."""
 
     tampered: list[ParamState]
-    """Parameters whose changes in place are lost, and not yet told of."""
+    """Parameters whose changes in place were lost and are not reported yet."""
 
     @property
     def store(self) -> TierStore:
@@ -45,7 +45,7 @@ class SlotMoves(Protocol):
 
     @property
     def transfers(self) -> Transfers:
-        """Return what copies between tiers."""
+        """Return the object that copies between tiers."""
 
     def undo_changes(self, record: ParamState, slot: Slot) -> None:
         """Discard what was written to a slot."""
@@ -60,7 +60,7 @@ class ExposedParameters:
     def __init__(self, residency: SlotMoves) -> None:
         self._residency = residency
         self.bounds: dict[int, tuple[ParamState, SlotView, torch.Tensor | None]] = {}
-        """By the address of the storage; empty in ordinary training, which has to ask nothing else."""
+        """Exposed views by storage address; empty in ordinary training, where nothing needs a check."""
 
     def add(self, record: ParamState) -> None:
         """Note that code outside of the model has, or had, the memory where a parameter is now."""
@@ -96,7 +96,7 @@ class ExposedParameters:
         group = record.group
         if slot.version != chunk.version:
             if alive and chunk.copies.get(slot.tier) is slot and not group.gathered:
-                residency.transfers.copy_to(chunk, slot)  # what a step did shows in aliases, as in plain PyTorch
+                residency.transfers.copy_to(chunk, slot)  # aliases see a step's result, as in plain PyTorch
         elif record.contents is SlotContents.WEIGHT and (
             self._differs(record, slot) if before is None else not _same(bound.view, before)
         ):
@@ -129,6 +129,6 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     bits = _BITS[one.dtype.itemsize]
     if torch.equal(one.view(bits), other.view(bits)):
         return True
-    lost = one.isnan()  # of not-a-number there are many, and kernels round to others than PyTorch does
+    lost = one.isnan()  # not-a-number has many bit patterns, and kernels round to others than PyTorch
     rest = (each.masked_fill(lost, 0).view(bits) for each in (one, other))
     return torch.equal(lost, other.isnan()) and torch.equal(*rest)

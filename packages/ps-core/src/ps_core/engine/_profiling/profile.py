@@ -28,13 +28,13 @@ class Profile:
     def __init__(self, model: str) -> None:
         self._model = model
         self.measured: tuple[Piece, ...] = ()
-        """The work that was done, in the order in which it was launched."""
+        """The measured work, in order of launch."""
         self.planned: tuple[Piece, ...] = ()
-        """The same by the simulator's clock, for passes and steps that followed a plan."""
+        """The simulated work of passes and steps that followed a plan."""
         self.steps = 0
         """Number of optimizer steps in the block."""
         self._segments: dict[bool, list[Segment | None]] = {}
-        """Of the plan, by `Piece.run`; True: as they were simulated."""
+        """Segments by `Piece.run`: recorded ones (False), simulated ones (True)."""
         self._homes = 0
         """Number of home slots of the plan."""
 

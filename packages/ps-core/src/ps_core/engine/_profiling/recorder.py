@@ -26,7 +26,7 @@ class Run(NamedTuple):
     step: int
     """Number of optimizer steps that had ended before."""
     follows: bool
-    """True if it came right behind the run before, by the same plan."""
+    """True if it directly followed the run before, by the same plan."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class _Row:
     run: int
     begin: Mark
     end: Mark | None = None
-    """None: the work is not over, or was never launched because an exception came."""
+    """The mark behind the work; None: the work is not over, or an exception prevented its launch."""
 
 
 class Recorder:
@@ -56,7 +56,7 @@ class Recorder:
         """Queues on which a piece of work is being launched."""
         self._moment: _Row | None = None
         self._moments: Iterator[Instr] = iter(())
-        """Those of the plan's segment that are still to come."""
+        """Moments of the plan's segment that are still to come."""
         self._run = -1
         self._interrupted = True
         """True if a moment followed no plan since the last segment."""

@@ -57,13 +57,13 @@ class Counters(PhaseTimer):
     by_torch: bool = False
     """True if PyTorch's own code steps: the optimizer is a `TorchOptimizer`."""
     moved_bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """By tiers: from, to."""
+    """Moved bytes by source and target tier."""
     evictions: int = 0
     prefetch_hits: int = 0
     fetches: int = 0
     divergences: int = 0
     last_divergence: str = ""
-    """Why the last pass that left its plan did so."""
+    """Why the last divergent pass left its plan."""
     replans: int = 0
     passes: int = 0
     replayed: int = 0
@@ -73,7 +73,7 @@ class Counters(PhaseTimer):
     recorder: WorkRecorder | None = None
     """Records when queues work; None: the model is not profiled."""
     idle_s: Mapping[str, float] = field(default_factory=dict)
-    """By cause: seconds a step that the device was idle, as last profiled."""
+    """Seconds a step, by cause, that the device was idle, as last profiled."""
 
     def record_with(self, recorder: WorkRecorder | None) -> None:
         """Record when queues work from now on; None: no longer."""
@@ -124,9 +124,9 @@ class ByteLedger:
 
     def __init__(self, tiers: int) -> None:
         self.used_bytes = [0] * tiers
-        """By tier: bytes of slots that are reserved now."""
+        """Bytes of reserved slots, by tier."""
         self.peak_bytes = [0] * tiers
-        """By tier: the most bytes in use at one time, with the compute tier's non-model bytes."""
+        """The most bytes in use at one time, by tier, with the compute tier's non-model bytes."""
         self.nonmodel_bytes = 0
         """Non-model bytes on the compute tier, as last measured or planned."""
         self.highest_nonmodel_bytes = 0
@@ -142,7 +142,7 @@ class ByteLedger:
         self.left_over_bytes = 0
         """Non-model bytes alive at the start of this pass, if an exception ended the pass before; else 0."""
         self.fixed_host_bytes = 0
-        """Bytes of the host tier that embedding tables keep for good."""
+        """Bytes of the host tier that embedding tables always keep."""
 
     def add(self, tier: int, size: int) -> None:
         """Count the bytes of a slot that was reserved."""

@@ -31,7 +31,7 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 _MAIN = threading.main_thread().ident
 _ENTRY_CODE: set[CodeType] = set()
-"""Code of functions that defer interrupts, or deliver deferred ones: at its first instruction it does not run yet."""
+"""Code of functions that defer or raise interrupts: at its first instruction such a function does not run yet."""
 _CALLBACK_CODE: set[CodeType] = {weakref.finalize.__call__.__code__}
 """Code of callbacks, whose exceptions Python prints and forgets."""
 
@@ -44,9 +44,9 @@ class _State:
     def __init__(self) -> None:
         self.depth = 0
         self.users = 0
-        """Number of passes, and of functions that install it, which need our handler."""
+        """Number of passes and functions that need the engine's handler."""
         self.put = False
-        """True if our handler was put in, and has not been taken out since."""
+        """True if the engine's handler is installed."""
         self.came: list[FrameType | None] = []
         self.before: Callable[[int, FrameType | None], Any] | None = None
 
@@ -55,7 +55,7 @@ class _State:
         if self.depth or _has_to_wait(frame):
             self.came.append(frame)
         elif self.before is not None:
-            self.came.clear()  # one that still waits (see [Note: when it waits]) comes with this one
+            self.came.clear()  # this one replaces those that wait (see [Note: when it waits])
             self.before(number, frame)
 
     def deliver(self) -> None:
@@ -152,9 +152,9 @@ def defer_interrupts_installing(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if get_ident() != _MAIN:
             return function(*args, **kwargs)
-        _STATE.depth += 1  # before the handler is put in: an interrupt right after that has to wait already
+        _STATE.depth += 1  # before the handler is installed: a later interrupt must be deferred
         _STATE.users += 1
-        try:  # with no call in between, for at a call an interrupt may come that finds another handler
+        try:  # no call may come before: an interrupt there would meet another handler
             _install()
             return function(*args, **kwargs)
         finally:

@@ -8,7 +8,7 @@ import sys
 from ps_core._broken_pipe import tell
 
 LOGGER = logging.getLogger("ps_core")
-"""Silence it, or send it elsewhere, as any logger; until logging is set up, lines go to stderr."""
+"""The engine's logger, to be silenced or redirected as any other; by default its lines go to stderr."""
 
 
 def log_line(text: str) -> None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 T = TypeVar("T")
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
-"""Functions that change their first argument, besides those whose names end so."""
+"""Functions that change their first argument, besides those whose names end with an underscore."""
 
 
 class CannotCopy(Exception):
@@ -32,7 +32,7 @@ class FakeTensors(TorchFunctionMode):
         super().__init__()
         self.mode = mode
         self._pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By the real tensor's id, which is kept for that: another tensor might get the same one."""
+        """Real and fake tensors by the real one's id; real ones are kept so that ids are not reused."""
 
     def fake(self, tensor: torch.Tensor, name: str = "", dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a tensor's fake on the CPU, made at the first call; floating ones in ``dtype`` if given."""

@@ -30,9 +30,11 @@ import torch
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker, pop_user_modes, push_modes
 
 WAIT_S = 60.0
-"""Without an end, a model whose code waits for another thread's first pass would never go on."""
+"""Seconds to wait for another thread's fake pass: a model whose code waits for that thread would wait for ever."""
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
-"""Writes the traceback of every operator that refuses fake tensors, also where the caller handles it."""
+"""PyTorch's logger of operators that refuse fake tensors, which writes tracebacks even if the caller handles the
+error.
+"""
 
 
 def _say_nothing(_: logging.LogRecord) -> bool:
@@ -65,7 +67,7 @@ class Isolation:
         self._exits.callback(_LOGGER.removeFilter, _say_nothing)
         _LOGGER.addFilter(_say_nothing)
         self._exits.callback(push_modes, pop_user_modes())
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and it takes seconds to import
+        if "torch._dynamo" in sys.modules:  # not imported: nothing is compiled, and the import takes seconds
             stance: Any = torch.compiler.set_stance("force_eager")  # no compilation for fake tensors
             self._exits.enter_context(stance)
         self.add(*contexts)
@@ -92,7 +94,7 @@ def _random_states() -> list[Callable[[], None]]:
     """Return calls that restore the states of all global generators."""
     before = random.getstate()
     calls: list[Callable[[], None]] = [lambda: random.setstate(before)]
-    numpy: Any = sys.modules.get("numpy")  # without an import nothing draws from it
+    numpy: Any = sys.modules.get("numpy")  # if not imported, nothing draws from it
     if numpy is not None:
         state = numpy.random.get_state()
         calls.append(lambda: numpy.random.set_state(state))

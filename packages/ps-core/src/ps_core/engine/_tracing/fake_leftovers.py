@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _DEPTH = 4
-"""So many objects that cannot be changed, such as tuples, may lie around a tensor."""
+"""The most immutable objects, such as tuples, that may enclose a tensor."""
 
 
 def remove_leftovers(mode: FakeTensorMode, made: list[weakref.ref[torch.UntypedStorage]]) -> list[str]:

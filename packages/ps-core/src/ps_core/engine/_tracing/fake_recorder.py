@@ -31,13 +31,13 @@ from ps_core.engine._tracing.op_costs import amounts_of
 
 _aten = torch.ops.aten
 _UNKNOWN_SIZES = (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn)
-"""Operators whose fakes say zero bytes of what they keep for backward: a peak several times too low."""
+"""Operators whose fakes report zero saved bytes for backward: the peak would be several times too low."""
 _NO_TOUCH = (
     managed_parameter._PLAIN
     | managed_parameter._STRIDED
     | {managed_parameter._GET_GRAD, managed_parameter._SET_GRAD, managed_parameter._DEL_GRAD}
 )
-"""Functions that the engine answers without the parameter's memory, too."""
+"""Functions that the engine, too, answers without the parameter's memory."""
 
 
 @dataclass(slots=True)
@@ -47,13 +47,13 @@ class _FakeMoment:
     backward: bool
     name: str
     reads: frozenset[int]
-    """Units it was begun for."""
+    """Units that began the moment."""
     held: frozenset[int]
     """Parameters that had live aliases when the moment began."""
     grad_groups: set[int] = field(default_factory=set)
-    """Units gradients arrived for."""
+    """Units for which gradients arrived."""
     touched: dict[int, None] = field(default_factory=dict)
-    """Parameters, in order."""
+    """Parameters in order of use."""
     grads: dict[int, None] = field(default_factory=dict)
     nonmodel_bytes: int = 0
     amounts: Amounts = Amounts()  # noqa: RUF009 - it cannot be changed
@@ -97,7 +97,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
         self._moments: list[_FakeMoment] = []
         self._activations = ActivationLog()
         self._before = _FakeMoment(False, "", frozenset(), frozenset())
-        """Takes what comes before the first moment."""
+        """The moment that holds everything before the first real one."""
         each: Any  # no longer what its type says
         for each in self._parameters:
             each.__class__ = FakeParameter

@@ -30,13 +30,13 @@ from torch import nn
 
 _LARGE = 10_000
 _MOST, _DEPTH = 200_000, 9
-"""So many objects are visited, and so far from a module: its hooks' variables are six steps away."""
+"""The most objects that are visited, and their distance from a module: its hooks' variables are six steps away."""
 _FOREIGN = {"torch", "numpy", "ps_core", "ps_kernels", "ps_dist", "builtins", *sys.stdlib_module_names} - {"__main__"}
-"""Packages whose functions and objects are passed by."""
+"""Packages whose functions and objects are skipped."""
 _ABSENT = object()
 _CONTAINERS = (dict, list, set, deque)
 _ITERATORS = ("builtins", "itertools", "_collections")
-"""Modules of Python's iterators, and of generators."""
+"""Modules of Python's iterators and generators."""
 _CONTENTS: Any = CellType.cell_contents
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device, BuiltinFunctionType)
 
@@ -53,15 +53,15 @@ class Snapshot:
         """PyTorch's random generators that were found, whose states are saved; they cannot be copied."""
         self._undo: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}
-        """By id: objects that were visited, which are kept for that."""
+        """Visited objects by id; they are kept so that no other object gets their id."""
         self._variables: dict[tuple[int, bool], _Variables] = {}
-        """By the id of a module's dictionary, and whether the model's own code reads it."""
+        """Variables by the id of a module's dictionary, and whether the model's own code reads them."""
         self._own = {type(module).__module__.partition(".")[0] for module in model.modules()} - _FOREIGN
-        """Packages of the model's own classes; what other code may read is less sure to be read."""
+        """Packages of the model's own classes; other packages' code may not run at all."""
         try:
             self._walk(model.modules())
         except BaseException:
-            self.restore()  # of the iterators, which copies have replaced by now
+            self.restore()  # iterators, which copies have replaced already
             raise
 
     def restore(self) -> None:
@@ -73,7 +73,7 @@ class Snapshot:
                 self._undo.pop()()
         finally:
             if self._undo:
-                self.restore()  # the others, where one could not be restored
+                self.restore()  # go on with the others if one raised
             self.discard()
 
     def discard(self) -> None:
@@ -192,7 +192,7 @@ class _Variables:
         self._variables = variables
         self._names: set[str] = set()
         self.before = dict(variables)
-        """Their values when the module was first met."""
+        """Values of the variables when the module was first visited."""
         self.modules: set[str] = set()
         """Names of modules that the user or other packages wrote."""
 

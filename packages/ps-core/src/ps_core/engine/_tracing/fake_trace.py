@@ -53,7 +53,7 @@ class FakePassOptions:
     training: bool = True
     """True if backward follows forward."""
     loss: Callable[[Any], torch.Tensor] | None = None
-    """Makes the loss from what the model returns; None: its ``loss``, or the scalar itself."""
+    """Makes the loss from the model's output; None: its ``loss``, or the scalar itself."""
     unit_of: Callable[[str], int] | None = None
     """The unit of a parameter's name; None: the module that owns it."""
     dtype_of: Callable[[str], torch.dtype] | None = None
@@ -63,7 +63,7 @@ class FakePassOptions:
     stays_on_host: Callable[[str], bool] | None = None
     """True if a parameter, by name, is a table of which only rows are moved; None: none is."""
     timeout_s: float = 120.0
-    """The first operator after so many seconds ends the pass."""
+    """Seconds after which the next operator ends the pass."""
 
 
 def trace(
@@ -174,14 +174,14 @@ def _traced(
             tokens=_tokens(*given),
         )
     except (KeyboardInterrupt, SystemExit):
-        snapshot.discard()  # it comes out of the model's call, which is not repeated
+        snapshot.discard()  # raised by the model's call, which is not repeated
         raise
     finally:
         isolation.restore()
         snapshot.restore()
         made += () if recorder is None else recorder.release()
         for module in () if copied is None else list(copied.modules()):
-            vars(module).clear()  # its hooks may refer to it, and it is not to wait for the garbage collector
+            vars(module).clear()  # break cycles with its hooks, so that it is freed at once
 
 
 def _forward_backward(model: nn.Module, given: Arguments, options: FakePassOptions, recorder: FakePassRecorder) -> None:

@@ -54,10 +54,10 @@ def estimate_first_pass(
         kind, why = ReturnsNoLoss, "the model returns no loss"
     except CannotCopy as error:
         why = f"the model cannot be copied: {_shortened(error)}"
-    except Exception as error:  # whatever the model's code raises on fake tensors
+    except Exception as error:  # any exception of the model's code on fake tensors
         why = f"fake tensors cannot follow the model: {_shortened(error)}"
     if why:
-        raise kind(why)  # not in the clauses above, or this exception would hold the other one and its tensors
+        raise kind(why)  # not in the clauses above: it would hold that exception, whose frames hold tensors
     if not recording.complete:
         raise NotForeseen("its backward pass reaches no parameter that is moved")
     return recording

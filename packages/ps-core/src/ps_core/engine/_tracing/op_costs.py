@@ -35,7 +35,7 @@ def amounts_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
         name = str(packet)
         if "_scaled_dot_product" not in name:
             return Amounts(flops)
-        rows = float(math.prod(args[0].shape[:-1]))  # of queries, or of the gradient of what they found
+        rows = float(math.prod(args[0].shape[:-1]))  # rows of the queries, or of the output's gradient
         backward = name.endswith("_backward")
         return Amounts(flops, 0.0, flops, *((0.0, rows) if backward else (rows, 0.0)))
     made = _tensors(result)

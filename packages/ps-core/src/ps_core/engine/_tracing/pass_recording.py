@@ -24,14 +24,14 @@ class MomentRecord:
 
     backward: bool
     reads: tuple[int, ...]
-    """Groups whose weights the moment was begun for."""
+    """Groups whose weights began the moment."""
     grad_groups: tuple[int, ...]
-    """Groups it was begun for because a gradient arrived."""
+    """Groups whose gradients began the moment."""
     held: tuple[int, ...] = ()
     """Parameters whose memory has had live aliases since the moment before."""
     name: str = ""
     touched: dict[int, None] = field(default_factory=dict)
-    """Tensors, in order."""
+    """Tensors in order of use."""
     grads: dict[int, None] = field(default_factory=dict)
     """Tensors whose gradients arrived."""
     nonmodel_bytes: int = 0
@@ -45,7 +45,7 @@ class PassRecording:
 
     moments: list[MomentRecord] = field(default_factory=list)
     regular: bool = True
-    """One forward, then one backward, and nothing in between."""
+    """True for one forward, then one backward, and nothing in between."""
     training: bool = True
     """True if the pass was to have a backward pass."""
     overrun: bool = False

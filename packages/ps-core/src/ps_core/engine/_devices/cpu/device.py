@@ -43,7 +43,7 @@ class CpuDevice:
         self.overcommits, self.has_collective_stream = True, False
         self.machine = None
         self.synchronous = True
-        """Until there is a disk."""
+        """True until there is a disk."""
         self._events = [CpuEvent(queue) for queue in Queue]
         self._disk = DiskQueues()
         self._allocate: Callable[[int], torch.Tensor] = private_memory
@@ -152,7 +152,7 @@ class CpuDevice:
     def wait(self, queue: Queue, event: Event) -> None:
         """Launch what comes next on a queue after the event."""
         if isinstance(event, DiskEvent):
-            self._disk.wait(queue, event)  # which blocks for all other queues: the host thread does their work
+            self._disk.wait(queue, event)  # blocks for all but disk queues, whose work the host thread does
 
     def synchronize(self) -> None:
         """Block until the disk is idle."""

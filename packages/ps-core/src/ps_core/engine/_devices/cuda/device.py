@@ -48,7 +48,7 @@ class CudaEvent:
     def __init__(self, queue: Queue, raw: RawEvent | None, pool: list[RawEvent]) -> None:
         self._queue, self._pool = queue, pool
         self.raw = raw
-        """None: there is nothing to wait for."""
+        """The CUDA event; None: there is nothing to wait for."""
 
     @property
     def queue(self) -> Queue:
@@ -66,7 +66,7 @@ class CudaEvent:
 
 
 class CudaDevice:
-    """A `Device`; see [Note: CUDA streams] and [Note: memory on a CUDA device]."""
+    """The `Device` for CUDA; see [Note: CUDA streams] and [Note: memory on a CUDA device]."""
 
     def __init__(self, runtime: CudaRuntime, *, pin: bool = True) -> None:
         self.name = "cuda"
@@ -78,7 +78,7 @@ class CudaDevice:
         self._runtime = runtime
         self._streams: dict[Queue, Stream] = {queue: runtime.stream() for queue in (Queue.H2D, Queue.D2H, Queue.COLL)}
         self._last: dict[Queue, CudaEvent | None] = dict.fromkeys((Queue.H2D, Queue.D2H))
-        """Behind all that one of these was given; None: it was given more since."""
+        """The last event of each queue; None: work was launched behind it."""
         self._compute: Stream | None = None
         self._pool: list[RawEvent] = []
         self._timing_events: list[RawEvent] = []
@@ -144,7 +144,7 @@ class CudaDevice:
         if failures == self._failures:
             return missing
         self._failures = failures
-        self._runtime.release_cached()  # in pieces it may have been of no use
+        self._runtime.release_cached()  # cached memory in small pieces may have been unusable
         return max(1, missing)
 
     # The disk.
@@ -244,7 +244,7 @@ class CudaDevice:
     def wait(self, queue: Queue, event: Event) -> None:
         """Run what is launched on a queue from here on after the event."""
         if isinstance(event, DiskEvent):
-            self._disk.wait(queue, event)  # which blocks for a stream; the engine comes once it is over, or in need
+            self._disk.wait(queue, event)  # blocks this thread: no stream can wait for a thread
             return
         if isinstance(event, WorkDone):
             if queue in DISK_QUEUES:
@@ -257,7 +257,7 @@ class CudaDevice:
         if event.raw is None:
             return
         if queue in DISK_QUEUES:
-            self._disk.streams.wait_for(queue, event.block)  # which its own thread does
+            self._disk.streams.wait_for(queue, event.block)  # the queue's own thread waits
             return
         if queue is Queue.CPU:
             event.block()

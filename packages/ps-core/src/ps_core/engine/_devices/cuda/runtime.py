@@ -35,21 +35,23 @@ class Allocated(NamedTuple):
 
     now: int
     peak: int
-    """The most since the peak was last reset."""
+    """The most bytes since the peak was last reset."""
     failures: int
     """How often memory ran out."""
 
 
 Failure = Callable[[int, int, int, int], None]
-"""Told of the device's index, and bytes: asked for, of the device or allowed, free. What it raises comes out of the
-allocation."""
+"""A function that is called with the device's index and bytes: requested, of the device or allowed, free.
+
+The failed allocation raises what the function raises.
+"""
 
 
 class CudaRuntime(Protocol):
     """The calls that the engine makes to one device."""
 
     torch_device: torch.device
-    """With its index."""
+    """The device with its index."""
 
     @property
     def name(self) -> str:

@@ -28,7 +28,7 @@ class CudaTimer(HostTimer):
         self._runtime, self._stream, self._pool = runtime, stream, pool
         self._used: list[RawEvent] = []
         self._seconds: dict[int, float] = {}
-        """By the id of an event: its time, once it has been read."""
+        """The time of each event that has been read, by the event's id."""
 
     def mark(self, queue: Queue) -> Mark:
         """Record a timing event on the queue's stream."""

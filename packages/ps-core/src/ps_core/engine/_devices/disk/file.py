@@ -51,7 +51,7 @@ class FileExtent:
 
     ranges: tuple[tuple[int, int], ...]
     bytes: int
-    """Bytes of the slot's contents; the last block may have more room."""
+    """Bytes of the slot's contents; the last block may be longer."""
 
 
 def blocks(size: int) -> int:
@@ -78,7 +78,7 @@ class DiskFile:
         self._close = weakref.finalize(self, os.close, self._file)
         self._process = os.getpid()
         self.bytes = 0
-        """Allocated so far, for slots."""
+        """Bytes allocated for slots so far."""
         self._size = 0
         """The file's least size in bytes; see [Note: a file cut short]."""
         self._counted = True

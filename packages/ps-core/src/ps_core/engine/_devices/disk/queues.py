@@ -65,7 +65,7 @@ class DiskEvent:
 
 @dataclass(slots=True, eq=False)
 class _IoTask:
-    """One piece of a job, for a worker."""
+    """One piece of a transfer, for a worker thread."""
 
     call: Callable[[IoRequest], None]
     piece: IoRequest
@@ -84,7 +84,7 @@ class DiskStreams:
         self._told = False
         """True if the host thread knows of the failure."""
         self._pending: deque[_Transfer] = deque()
-        """Those that may not be done, in order of launch."""
+        """Transfers that may not be done, in order of launch."""
         tasks: SimpleQueue[_IoTask | None] = SimpleQueue()
         rooms = [(_run_queue, (jobs, file, tasks)) for jobs in self._jobs.values()] + [
             (_run_worker, (tasks,))
@@ -92,7 +92,7 @@ class DiskStreams:
         self._threads = [threading.Thread(target=room, args=args, daemon=True) for room, args in rooms]
         for thread in self._threads:
             thread.start()
-        # The threads know nothing of this object, so they do not keep it from ending.
+        # The threads hold no reference to this object, so that this can be freed.
         self._stop = weakref.finalize(self, _stop, list(self._jobs.values()))
 
     def read(self, target: torch.Tensor, place: FileExtent, start: int, lost: Callable[[], None]) -> None:
@@ -193,7 +193,7 @@ class DiskQueues:
         return self._attached[1]
 
     def serve(self, queue: Queue) -> bool:
-        """Return whether a queue is one of these two, and there is a disk tier."""
+        """Return True if a queue is one of these two, and there is a disk tier."""
         return self._attached is not None and queue in DISK_QUEUES
 
     def await_host_work(self, queue: Queue) -> None:

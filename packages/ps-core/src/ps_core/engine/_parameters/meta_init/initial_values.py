@@ -42,7 +42,7 @@ class _Values:
 
     def __init__(self, rehearsal: ConstructorRecorder) -> None:
         self._sources = rehearsal.sources
-        self._rehearsal = rehearsal  # It keeps alive what the sources speak of.
+        self._rehearsal = rehearsal  # It keeps the recorded memory alive.
         self._replay = rehearsal.tape.replay
         self._replay.expect(each for each in rehearsal.sources.values() if isinstance(each, ViewSpec))
         self._filled: dict[int, Tensor] = {}
@@ -71,7 +71,7 @@ def _make_real(name: str, parameter: nn.Parameter, value: Tensor, module: nn.Mod
     """Put the value into the parameter object itself, since the model and other code refer to it."""
     real = torch.Tensor._make_subclass(type(parameter), value, parameter.requires_grad)
     vars(real).update(vars(parameter))
-    # Hooks belong to what is swapped away.
+    # Swapping exchanges hooks too, so copy them first.
     real._backward_hooks = parameter._backward_hooks
     real._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     with _unreferenced(module):

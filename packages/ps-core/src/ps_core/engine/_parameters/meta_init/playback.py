@@ -20,12 +20,12 @@ class TapePlayer:
 
     def __init__(self, tape: TapedCalls) -> None:
         self.position = 0
-        """Draws of notes before this one have been made."""
+        """Draws of calls before this one have been made."""
         self._tape = tape
         self._users: dict[int, int] | None = None
-        """Times that the draw of a note will still be asked for; None: unknown."""
+        """How often each call's draw will still be asked for; None: unknown."""
         self._kept: dict[int, Tensor] = {}
-        """The generator's state before a draw that may be asked for later, or again."""
+        """The generator's state before each draw that may be asked for later, or again."""
 
     def expect(self, places: Iterable[ViewSpec]) -> None:
         """Announce the tensors that are asked for from now on, each once; generator states of others are dropped."""
@@ -111,7 +111,7 @@ def _throw_away(note: TapedCall) -> None:
 
     def scratch(place: ViewSpec) -> Tensor:
         like = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device="cpu")
-        # What it reads changes what comes out, not how much is drawn; a half will do for a mean or a probability.
+        # Values do not change how many numbers are drawn. One half is valid as a mean and as a probability.
         return like if place.memory in written else like.fill_(0.5)
 
     note.func(*tree_map_only(ViewSpec, scratch, note.args), **tree_map_only(ViewSpec, scratch, note.kwargs))

@@ -36,9 +36,9 @@ from ps_core.engine._parameters.meta_init.tape_entries import ViewSpec, place_of
 INITIALISERS = ("reset_parameters", "_reset_parameters", "initialise")
 HUGGING_FACE = ("config", "initialize_weights", "_init_weights")
 STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
-"""Their layers are copies of one."""
+"""Modules whose layers are copies of one."""
 BUILT_OTHERWISE = (nn.AdaptiveLogSoftmaxWithLoss,)
-"""Their constructors do not call their initialisers."""
+"""Modules whose constructors do not call their initialisers."""
 SUGGESTION = "give the module a reset_parameters() that fills it, or build the module on the CPU"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -53,7 +53,7 @@ class ConstructorRecorder:
         self._alive: list[Any] = []
         """References that keep the ids and storages named here from being reused."""
         self._entered: dict[int, int] = {}
-        """Modules, numbered as they come."""
+        """Modules, numbered in order of their visit."""
         self._filled: dict[int, int] = {}
         """The number of the first module that filled a parameter."""
         self._done: set[int] = set()
@@ -62,7 +62,7 @@ class ConstructorRecorder:
         before = {id(each): each._version for each in model.parameters() if each.is_meta}
         self._visit("", model)
         for each in self.sources:
-            before.pop(each, None)  # built again just as it was
+            before.pop(each, None)  # these were built again exactly
         for name, tensor in tensors_of(model):
             if tensor.is_meta:
                 self._check_filled(name, tensor)
@@ -131,7 +131,7 @@ class ConstructorRecorder:
             self._entered.update((id(each), len(self._entered)) for each in layer.modules())
 
     def _initialiser(self, module: nn.Module) -> Callable[[], object] | None:
-        # Of the class: a part of the model may have such a name too.
+        # Look at the class: a submodule may have such a name too.
         name = next((each for each in INITIALISERS if callable(getattr(type(module), each, None))), None)
         if name is None or isinstance(module, BUILT_OTHERWISE):
             return None

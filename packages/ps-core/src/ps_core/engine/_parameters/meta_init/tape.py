@@ -75,7 +75,7 @@ class Tape(TorchDispatchMode):
         self.contents = TapedCalls()
         self.replay = TapePlayer(self.contents)
         self._alive: list[Any] = []
-        """Memory that notes name: another must not get its address."""
+        """Tensors whose memory is recorded: other tensors must not get its address."""
         self._alive_keys: set[int] = set()
 
     @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 OVERWRITES = frozenset(
     {"fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_"}
 )
-"""Everything that a tensor held before."""
+"""Operators that overwrite everything that a tensor held before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class TapedCall:
     reads: set[int]
     writes: list[ViewSpec]
     makes: list[ViewSpec]
-    """Its results in memory of their own."""
+    """Results of the call in new memory."""
 
     @property
     def random(self) -> bool:
@@ -81,9 +81,9 @@ class TapedCalls:
     def __init__(self) -> None:
         self.notes: list[TapedCall] = []
         self.captured: dict[int, Tensor] = {}
-        """Contents of real memory when a note first named it."""
+        """Contents of tensors with memory when a call first named each."""
         self._writers: dict[int, list[int]] = defaultdict(list)
-        """By memory: the notes that write it."""
+        """The calls that write each memory."""
 
     def add(self, note: TapedCall) -> None:
         """Append a call."""
