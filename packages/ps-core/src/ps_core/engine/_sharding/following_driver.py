@@ -45,8 +45,14 @@ class FollowingDriver:
         residency: ShardedResidency,
         gradients: ShardedGradients,
         counters: Counters,
+        *,
+        larger: bool = False,
     ) -> None:
-        """``learning``: by group, the parameters whose gradients the plan sums."""
+        """``learning``: by group, the parameters whose gradients the plan sums.
+
+        ``larger``: the batch is larger than the plan's, so no moment's peak of non-model bytes is known.
+        """
+        self._larger = larger
         self._collectives, self._staged = deque(left.collectives), left.staged
         self._learning = learning
         self._shards, self._sums, self._counters = residency, gradients, counters
@@ -65,6 +71,9 @@ class FollowingDriver:
         """Gather the groups that the moment reads."""
         groups = list(dict.fromkeys(record.group for record in reads))
         self._needed = set(groups)
+        if self._larger:
+            for group in self._droppable():
+                self._drop(group)
         self._shards.release_unaliased()
         for group in groups:
             if group.weight_chunk.newest(0) is None:

@@ -55,6 +55,19 @@ class LeftOver:
     queue: CollectiveQueue
 
 
+def collectives_of(plan: EnginePlan, segment: SegmentQueues) -> tuple[tuple[bool, ParamGroup], ...]:
+    """Return a segment's collectives in order: True for a sum or False for a gather, and the group."""
+    ops = [instr.op for instr in segment.by_queue[Queue.COLL]]
+    return tuple(
+        (isinstance(op, ReduceScatter), plan.order[op.group]) for op in ops if isinstance(op, Gather | ReduceScatter)
+    )
+
+
+def queue_for(segment: SegmentName, residency: ShardedResidency) -> CollectiveQueue:
+    """Return a queue for the collectives of one pass, by which ranks that do other kinds of passes are told so."""
+    return CollectiveQueue(residency, "an evaluation" if segment is SegmentName.EVAL else "a pass with gradients")
+
+
 class RanksExecutor(InstructionExecutor):
     """Carries out the instructions of one segment together with the other ranks; see [Note: collectives of a plan]."""
 
@@ -70,8 +83,7 @@ class RanksExecutor(InstructionExecutor):
         assert isinstance(residency, ShardedResidency), "several ranks share the model"
         assert isinstance(gradients, ShardedGradients), "several ranks share the model"
         self._shards, self._sums = residency, gradients
-        during = "an evaluation" if segment.name is SegmentName.EVAL else "a pass with gradients"
-        self._queue = CollectiveQueue(residency, during)
+        self._queue = queue_for(segment.name, residency)
         self._under_way: deque[_UnderWay] = deque()
         self._waiting: dict[ParamState, torch.Tensor] = {}
         """Gradients that go over weights which something may still read."""
@@ -254,10 +266,7 @@ class RanksExecutor(InstructionExecutor):
                 self._sums.accept_sum(group, records, slot)
         with self._shards.moving:
             self.abandon()
-        rest = [instr.op for instr in self._segment.by_queue[Queue.COLL]]
-        ops = [op for op in rest if isinstance(op, Gather | ReduceScatter)][self._submitted :]
-        collectives = tuple((isinstance(op, ReduceScatter), self._plan.order[op.group]) for op in ops)
-        return LeftOver(collectives, staged, self._queue)
+        return LeftOver(collectives_of(self._plan, self._segment)[self._submitted :], staged, self._queue)
 
     def _hand_over_gradients(self) -> dict[ParamGroup, tuple[Slot, list[ParamState]]]:
         """Return the gradients that are to be summed, in slots that hold nothing else."""

@@ -13,7 +13,7 @@ from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._sharding.following_driver import FollowingDriver
-from ps_core.engine._sharding.planned_collectives import RanksExecutor
+from ps_core.engine._sharding.planned_collectives import LeftOver, RanksExecutor, collectives_of, queue_for
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.counters import Counters
@@ -98,3 +98,17 @@ class RanksPlanDriver(PlanDriver):
         )
         follower.adopt(self._shards.groups)
         return follower
+
+
+def following_driver(
+    plan: EnginePlan,
+    segment: SegmentName,
+    shards: ShardedResidency,
+    sums: ShardedGradients,
+    counters: Counters,
+    *,
+    larger: bool,
+) -> FollowingDriver:
+    """Return what drives a pass that does not begin by the plan, but takes part in the plan's collectives."""
+    left = LeftOver(collectives_of(plan, plan.segments[segment]), {}, queue_for(segment, shards))
+    return FollowingDriver(left, plan.learning, shards, sums, counters, larger=larger)

@@ -26,7 +26,7 @@ from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts
-from ps_core.engine._sharding.planned_driver import RanksPlanDriver
+from ps_core.engine._sharding.planned_driver import RanksPlanDriver, following_driver
 from ps_core.engine._sharding.sharded_driver import ShardedDriver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
@@ -105,14 +105,17 @@ class RanksScheduler(PlanScheduler):
         segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
         if training:
             self._sums.begin_pass()
-        replay = self._replay(plan, segment, tracked=training and self._is_watched())
-        why = "" if self._planned_for.covers(batch) else "a batch larger than the plan's"
-        if not why and self._homes.elsewhere and not self._move_to_plan(plan):
+        why, larger = "", not self._planned_for.covers(batch)
+        if larger:
+            why = "a batch larger than the plan's"
+            with self._shards.moving:
+                self._make_way(training)
+        elif self._homes.elsewhere and not self._move_to_plan(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if not why:
-            return replay
+            return self._replay(plan, segment, tracked=training and self._is_watched())
         self._engine.counters.diverged(why)
-        return replay.abandon()
+        return following_driver(plan, segment, self._shards, self._sums, self._engine.counters, larger=larger)
 
     def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
         """Follow the plan, as all ranks do, whether or not this one can move its shards to the plan's places now."""
@@ -128,6 +131,11 @@ class RanksScheduler(PlanScheduler):
         self._on_demand.forget_plan()
         self._tried, self._refused, self._plans_made, self._steps_until_plan = True, None, 0, 0
 
+    def plan_abandoned(self) -> None:
+        """Note that a pass of this rank left the plan, whose collectives it goes on with."""
+        with self._shards.moving:
+            super().plan_abandoned()
+
     def _move_to_plan(self, plan: EnginePlan) -> bool:
         with self._shards.moving:
             return self._homes.move_to_plan(plan)
@@ -139,10 +147,11 @@ class RanksScheduler(PlanScheduler):
     def observe(self, recording: PassRecording) -> None:
         """Remember a recorded pass, if the plan is not for such passes."""
         batch, self._served = self._served, None
-        usable = batch is not None and recording.complete and recording.training is self._setup.training
-        if not usable or not self._engine.passes.tracked or batch is None:
+        if batch is None or not recording.complete or not self._engine.passes.tracked:
             return
-        if self._plan is None or self._engine.passes.followed or not self._planned_for.covers(batch):
+        if recording.training is not self._setup.training:
+            self._evaluated = batch, recording.peak_nonmodel_bytes + self._engine.constant_bytes
+        elif self._plan is None or self._engine.passes.followed or not self._planned_for.covers(batch):
             self._found = recording, batch
 
     def maybe_replan(self) -> None:
