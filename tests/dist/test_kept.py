@@ -78,13 +78,13 @@ def binds_again(each: Together) -> None:
     passes = []
     for _ in range(2):
         out = model(torch.ones(2, WIDTH))
-        passes.append([record.bound for record in engine.records])
+        passes.append([record.bound and record.bound.view for record in engine.records])
         out.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert len(passes[0]) == LAYERS
     assert all(one is not None and one is other for one, other in zip(*passes, strict=True))
-    views = [weakref.ref(bound.view) for bound in passes[0] if bound is not None]
+    views = [weakref.ref(view) for view in passes[0] if view is not None]
     passes.clear()
     assert all(view() is not None for view in views)
     engine.store.free_spare()
