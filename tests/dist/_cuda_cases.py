@@ -34,7 +34,7 @@ def from_card_to_card(each: ps_dist.TorchCollectives, wanted: bool = True) -> It
     """As with NCCL, whose messages gloo carries here: between devices that the CPU plays it can."""
     session = each._session
     if wanted:
-        each.use_nccl(each.nccl_messages(each._messages._group, torch.device("cpu")))
+        each.use_nccl(each.nccl_messages(each._groups.host, torch.device("cpu")))
         assert each.statistics().transport == "nccl"
     try:
         yield

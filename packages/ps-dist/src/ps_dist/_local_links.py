@@ -184,7 +184,7 @@ class LinkListener:
         _wait_for(connection, give_up, limit_s)
         text, files, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
         if len(text) != _HELLO.size or len(files) != 1:
-            raise OSError("another process closed its connection before it sent its memory")
+            raise ConnectionResetError("another process closed its connection before it sent its memory")
         peer, size = _HELLO.unpack(text)
         return LocalLink(peer, connection, map_heap(files[0], size))
 

@@ -14,7 +14,7 @@ import torch
 from ps_dist._local_links import LinkListener, LocalLink
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
-from ps_dist._roster import name_ranks
+from ps_dist._roster import FAILED_ELSEWHERE, failed_ranks
 from ps_dist._shared_memory import SharedHeap
 from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
 
@@ -23,8 +23,8 @@ _ADDRESS_BYTES, _SHOWN_BYTES = 16, 200
 _TAG = 0
 """Of messages before the first collective."""
 _SEVERAL_COMPUTERS = "the ranks do not all run on one computer"
-_TRIAL_S = 10.0
-"""Seconds in which two threads of this process connect."""
+_MOST_CONNECT_S = 30.0
+"""Seconds in which all ranks connect, if they do: all are there. Or half of the timeout, if that is less."""
 _ERRORS = (OSError, AttributeError, ValueError, MemoryError)
 """What a system without shared memory raises: a call that fails or is missing, or a size that is refused."""
 
@@ -40,7 +40,7 @@ class Sharing:
 
 
 def share_memory(
-    control: PeerMessages, locations: Mapping[int, Location], rank: int, give_up: Callable[[], bool], limit_s: float
+    control: PeerMessages, locations: Mapping[int, Location], rank: int, give_up: Callable[[], bool], timeout_s: float
 ) -> Sharing:
     """Connect all ranks through shared memory, if all of them run on one computer where it works.
 
@@ -61,7 +61,7 @@ def share_memory(
     if not why_not and listener is not None:
         addresses = {peer: address for peer, (_, address) in enumerate(rows) if peer != rank}
         try:
-            links = listener.connect(addresses, give_up, limit_s)
+            links = listener.connect(addresses, give_up, min(timeout_s / 2, _MOST_CONNECT_S))
         except _ERRORS as failed:
             error = describe(failed)
         why_not = _first_error(_tell(control, rank, len(locations), error))
@@ -81,7 +81,7 @@ def shared_memory_error() -> str | None:
     listeners: list[LinkListener] = []
 
     def send_some(rank: int) -> None:
-        links = listeners[rank].connect({1 - rank: listeners[1 - rank].address}, lambda: False, _TRIAL_S)
+        links = listeners[rank].connect({1 - rank: listeners[1 - rank].address}, lambda: False, _MOST_CONNECT_S)
         messages = SharedMessages(rank, listeners[rank].heap, links)
         some = messages.heap.allocate(STAGING_BYTES).fill_(rank)
         messages.exchange("trial", _TAG, [(1 - rank, some)], [(1 - rank, torch.empty_like(some))])
@@ -103,7 +103,9 @@ def shared_memory_error() -> str | None:
 
 
 def describe(error: BaseException) -> str:
-    """Return the first line of an error, with its type where there is no line."""
+    """Return the first line of an error, or its type where there is none."""
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return FAILED_ELSEWHERE
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -118,6 +120,6 @@ def _tell(control: PeerMessages, rank: int, ranks: int, error: str, address: byt
 
 
 def _first_error(rows: list[tuple[str, bytes]]) -> str:
-    """Name the ranks that failed, with the first one's error; empty: none did."""
-    failed = [rank for rank, (error, _) in enumerate(rows) if error]
-    return f"shared memory failed on {name_ranks(failed)}: {rows[failed[0]][0]}" if failed else ""
+    """Name the ranks that failed, with their error; empty: none did."""
+    reports = [error for error, _ in rows]
+    return f"shared memory failed on {failed_ranks(reports)}" if any(reports) else ""

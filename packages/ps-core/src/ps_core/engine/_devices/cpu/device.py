@@ -46,7 +46,7 @@ class CpuDevice:
         """Until there is a disk."""
         self._events = [CpuEvent(queue) for queue in Queue]
         self._disk = DiskQueues()
-        self._allocate = private_memory
+        self._allocate: Callable[[int], torch.Tensor] = private_memory
 
     @property
     def worker(self) -> Worker | None:
