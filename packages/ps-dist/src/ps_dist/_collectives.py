@@ -149,7 +149,8 @@ class TorchCollectives:
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """Return the scratch with which shards of so many elements are summed in one piece."""
-        return self._reduce_scatter.scratch_bytes(shard_numel, kind)
+        total = self._reduce_scatter if self._nccl is None else self._nccl.reduce_scatter
+        return total.scratch_bytes(shard_numel, kind)
 
     def staging_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """Return the host memory with which a device's shards go in one piece; 0: they go without any."""
