@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ps_dist._local_links import LinkListener, LocalLink
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
+from ps_dist._peer_connections import PeerConnection, PeerListener
 from ps_dist._roster import FAILED_ELSEWHERE, failed_ranks
 from ps_dist._shared_memory import SharedHeap
 from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
@@ -50,10 +50,10 @@ def share_memory(
         return Sharing(None)
     if len({location.machine for location in locations.values()} | {""}) != 2:
         return Sharing(None, _SEVERAL_COMPUTERS)
-    heap, listener, links, error = None, None, list[LocalLink](), ""
+    heap, listener, connections, error = None, None, list[PeerConnection](), ""
     try:
         heap = SharedHeap()
-        listener = LinkListener(heap, rank, len(locations))
+        listener = PeerListener(heap, rank, len(locations))
     except _ERRORS as failed:
         error = describe(failed)
     rows = _tell(control, rank, len(locations), error, b"" if listener is None else listener.address)
@@ -61,7 +61,7 @@ def share_memory(
     if not why_not and listener is not None:
         addresses = {peer: address for peer, (_, address) in enumerate(rows) if peer != rank}
         try:
-            links = listener.connect(addresses, give_up, min(timeout_s / 2, _MOST_CONNECT_S))
+            connections = listener.connect(addresses, give_up, min(timeout_s / 2, _MOST_CONNECT_S))
         except _ERRORS as failed:
             error = describe(failed)
         why_not = _first_error(_tell(control, rank, len(locations), error))
@@ -70,26 +70,26 @@ def share_memory(
     if heap is not None:
         heap.close_file()
     if why_not or heap is None:
-        for link in links:
-            link.close()
+        for connection in connections:
+            connection.close()
         return Sharing(None, why_not)
-    return Sharing(SharedMessages(rank, heap, links))
+    return Sharing(SharedMessages(rank, heap, connections))
 
 
 def shared_memory_error() -> str | None:
     """Try shared memory between two threads of this process; return why it fails, or None if it works."""
-    listeners: list[LinkListener] = []
+    listeners: list[PeerListener] = []
 
     def send_some(rank: int) -> None:
-        links = listeners[rank].connect({1 - rank: listeners[1 - rank].address}, lambda: False, _MOST_CONNECT_S)
-        messages = SharedMessages(rank, listeners[rank].heap, links)
+        connections = listeners[rank].connect({1 - rank: listeners[1 - rank].address}, lambda: False, _MOST_CONNECT_S)
+        messages = SharedMessages(rank, listeners[rank].heap, connections)
         some = messages.heap.allocate(STAGING_BYTES).fill_(rank)
         messages.exchange("trial", _TAG, [(1 - rank, some)], [(1 - rank, torch.empty_like(some))])
         messages.close()
 
     try:
         for rank in range(2):
-            listeners.append(LinkListener(SharedHeap(), rank, 2))
+            listeners.append(PeerListener(SharedHeap(), rank, 2))
         with ThreadPoolExecutor(2) as pool:
             for done in [pool.submit(send_some, rank) for rank in range(2)]:
                 done.result()
