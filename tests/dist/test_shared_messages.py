@@ -246,7 +246,7 @@ def test_what_comes_while_a_rank_answers_another_one_is_read(monkeypatch: pytest
     def work(rank: int) -> Tensor | None:
         messages, received = everyone.messages[rank], torch.zeros(2, 9000, dtype=torch.uint8)
         if rank == 0:
-            messages.exchange("gather", 5, [], [(1, received[0]), (2, received[1])])
+            messages.exchange("gather", 5, [], [(2, received[1]), (1, received[0])])
             return received
         assert rank == 1 or first_read.wait(WAIT_S)
         messages.exchange("gather", 5, [(0, messages.heap.allocate(9000).fill_(rank))], [])
