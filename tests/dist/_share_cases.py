@@ -182,7 +182,9 @@ def sends(each: ps_dist.TorchCollectives, precision: str, roomy: bool) -> tuple[
     size = 4 if precision == "fp32" else 2
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
     shard = (40 * 41 // (64 * each.ranks) + 1) * 64
-    room = 2**20 if roomy else 5 * (16 if precision == "fp32" else 14) * shard + (20 + 10 * size) * 2**10
+    scratch = each.scratch_bytes(shard, torch.float32 if precision == "fp32" else torch.bfloat16)
+    saved = 2 * ((each.ranks - 1) * shard * size - scratch)  # two sums may be on their way
+    room = 2**20 if roomy else 5 * (16 if precision == "fp32" else 14) * shard + (20 + 10 * size) * 2**10 - saved
     model, optimizer = chunked(
         model,
         SGD(lr=0.1),

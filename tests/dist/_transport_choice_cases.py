@@ -138,10 +138,10 @@ def connects(each: ps_dist.TorchCollectives) -> None:
         with new_group(lambda fails=fails: fails, seen):
             joined = ps_dist.connect(timeout_s=30)
             assert len(seen) == 1, "no group of NCCL's before something needs it"
-            assert joined.statistics().transport == "gloo"
+            assert joined.statistics().transport == "shared"
             with as_if_each_had_a_card(joined):
                 words = joined.reach(CPU)
-                assert joined.statistics().transport == ("gloo" if fails else "nccl")
+                assert joined.statistics().transport == ("shared" if fails else "nccl")
                 assert (words is None) != fails
                 assert joined.reach(CPU) is None
                 check_gather(joined)

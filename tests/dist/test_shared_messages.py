@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ps_dist import Mesh
-from ps_dist._local_links import MOST_BYTES_HERE, LinkListener
 from ps_dist._messages import ConnectionBroken
+from ps_dist._peer_connections import MOST_BYTES_HERE, PeerListener
 from ps_dist._reduce import HOST_PIECE_NUMEL, OrderedReduceScatter
 from ps_dist._shared_memory import SharedHeap
 from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
@@ -33,7 +33,7 @@ class Ranks:
     def __init__(self, ranks: int) -> None:
         self.ranks, self.pool = ranks, ThreadPoolExecutor(ranks)
         heaps = [SharedHeap(64 << 20) for _ in range(ranks)]
-        listeners = [LinkListener(heap, rank, ranks) for rank, heap in enumerate(heaps)]
+        listeners = [PeerListener(heap, rank, ranks) for rank, heap in enumerate(heaps)]
 
         def join(rank: int) -> SharedMessages:
             addresses = {peer: each.address for peer, each in enumerate(listeners) if peer != rank}
@@ -230,6 +230,35 @@ def test_many_small_messages_ahead_of_the_reader(pair: Ranks) -> None:
     pair.run(work)
 
 
+def test_what_comes_while_a_rank_answers_another_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    everyone, first_read = Ranks(3), Event()
+    reader = everyone.messages[0]
+    send = reader._send
+
+    def send_late(connection: Any, text: bytes) -> None:
+        first_read.set()
+        while reader._connections[2].head(5) is None and connection.peer == 1:
+            reader._wait_for(())
+        send(connection, text)
+
+    monkeypatch.setattr(reader, "_send", send_late)
+
+    def work(rank: int) -> Tensor | None:
+        messages, received = everyone.messages[rank], torch.zeros(2, 9000, dtype=torch.uint8)
+        if rank == 0:
+            messages.exchange("gather", 5, [], [(2, received[1]), (1, received[0])])
+            return received
+        assert rank == 1 or first_read.wait(WAIT_S)
+        messages.exchange("gather", 5, [(0, messages.heap.allocate(9000).fill_(rank))], [])
+        return None
+
+    try:
+        received = everyone.run(work)[0]
+        assert torch.equal(received, torch.tensor([[1], [2]], dtype=torch.uint8).expand(2, 9000))
+    finally:
+        everyone.close()
+
+
 # The heap.
 
 
@@ -274,3 +303,14 @@ def test_a_full_heap_says_so() -> None:
         heap.allocate(PAGE + 1)
     assert heap.allocate(PAGE).numel() == PAGE
     assert kept.numel() == 3 * PAGE
+
+
+def test_a_fork_that_drops_memory_does_not_take_it_from_its_owner() -> None:
+    heap = SharedHeap(4 * PAGE)
+    kept = heap.allocate(PAGE).fill_(3)
+    child = os.fork()
+    if not child:
+        del kept
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bool((kept == 3).all())

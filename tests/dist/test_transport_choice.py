@@ -20,8 +20,9 @@ from ps_dist import _process_groups, _transport
 from ps_dist._abandonable import AbandonableCall
 from ps_dist._mesh import Mesh
 from ps_dist._process_groups import DefaultGroup, ProcessGroups
+from ps_dist._roster import FAILED_ELSEWHERE, failed_ranks
 from ps_dist._timeouts import Timeouts
-from ps_dist._transport import TransportChoice, failed_ranks, why_not_nccl
+from ps_dist._transport import TransportChoice, why_not_nccl
 
 HOST = "what processes send from CUDA devices goes by way of the host's memory: "
 
@@ -61,9 +62,9 @@ def test_cards_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_is_failed_ranks() -> None:
     assert failed_ranks(["", "OSError: gone", ""]) == "rank 1: OSError: gone"
-    assert failed_ranks([_transport._ELSEWHERE, "", "no"]) == "rank 2: no", "not who only gave up"
-    assert failed_ranks(["late", _transport._ELSEWHERE, "late"]) == "ranks 0, 2: late"
-    assert failed_ranks([_transport._ELSEWHERE, ""]) == f"rank 0: {_transport._ELSEWHERE}"
+    assert failed_ranks([FAILED_ELSEWHERE, "", "no"]) == "rank 2: no", "not who only gave up"
+    assert failed_ranks(["late", FAILED_ELSEWHERE, "late"]) == "ranks 0, 2: late"
+    assert failed_ranks([FAILED_ELSEWHERE, ""]) == f"rank 0: {FAILED_ELSEWHERE}"
 
 
 # Something that may never come back.
@@ -105,7 +106,7 @@ def test_it_is_taken_where_it_works(each_crew: Crew) -> None:
 
 
 def test_it_is_not_tried_where_gloo_was_asked_for(two: Crew) -> None:
-    assert two.run(cases.choose, "gloo", "raises") == [(None, "gloo", 0)] * 2
+    assert two.run(cases.choose, "gloo", "raises") == [(None, "shared", 0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -122,9 +123,9 @@ def test_where_it_fails_on_one_all_go_by_way_of_the_host(
     two: Crew, fault: str, deadline_s: float, words: str, at_rank: int
 ) -> None:
     why = f"NCCL failed on {words.format(at_rank)} (NCCL_DEBUG=INFO tells more)"
-    assert two.run(cases.choose, None, fault, at_rank, deadline_s) == [(HOST + why, "gloo", 1)] * 2
+    assert two.run(cases.choose, None, fault, at_rank, deadline_s) == [(HOST + why, "shared", 1)] * 2
     refused = f"InvalidInput: transport='nccl': {why}; or leave transport out"
-    assert two.run(cases.choose, "nccl", fault, at_rank, deadline_s) == [(refused, "gloo", 1)] * 2
+    assert two.run(cases.choose, "nccl", fault, at_rank, deadline_s) == [(refused, "shared", 1)] * 2
 
 
 def test_one_process_keeps_its_memory_on_its_card() -> None:

@@ -29,6 +29,8 @@ _STAY_S = 5.0
 _SILENT_S = 3.0
 """Rank 0 is missing if it has not looked for so many seconds; it looks much more often."""
 _CALL = "call"
+FAILED_ELSEWHERE = "it had failed on another rank"
+"""The error of a rank that failed only because another one had."""
 Facts = Mapping[str, str]
 
 
@@ -257,3 +259,10 @@ def _late(rank: int, ranks: int, missing: list[int], timeout_s: float) -> str:
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return the ranks as a message names them."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def failed_ranks(reports: Sequence[str]) -> str:
+    """Name the ranks that failed, with their error; ``reports``: each rank's, empty where nothing went wrong."""
+    failed = [(rank, report) for rank, report in enumerate(reports) if report]
+    _, first = next((each for each in failed if each[1] != FAILED_ELSEWHERE), failed[0])
+    return f"{name_ranks([rank for rank, report in failed if report == first])}: {first}"

@@ -43,7 +43,7 @@ class SharedHeap:
         """Spans of bytes that no tensor has, in order of address."""
         self._returned: deque[tuple[int, int]] = deque()
         """Spans whose tensors are gone, and that are not in ``_free`` yet."""
-        self._lock = Lock()
+        self._lock, self._process = Lock(), os.getpid()
 
     def allocate(self, size_bytes: int) -> Tensor:
         """Return bytes of the heap, which begin a page and read as zero; raise `MemoryError` if no span is free."""
@@ -70,7 +70,12 @@ class SharedHeap:
         self._close()
 
     def _give_back(self, span: tuple[int, int]) -> None:
-        """Free a span; any thread may call this at any time, also one that has the lock."""
+        """Free a span; any thread may call this at any time, also one that has the lock.
+
+        A fork drops its references only: the bytes are this process's, and it still uses them.
+        """
+        if os.getpid() != self._process:
+            return
         self._returned.append(span)
         if self._lock.acquire(blocking=False):
             try:

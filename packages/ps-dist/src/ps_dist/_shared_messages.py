@@ -19,8 +19,15 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from ps_dist._local_links import MOST_BYTES_HERE, LocalLink, Message, message_here, message_read, message_there
 from ps_dist._messages import ConnectionBroken, PeerMessages, Read
+from ps_dist._peer_connections import (
+    MOST_BYTES_HERE,
+    Message,
+    PeerConnection,
+    message_here,
+    message_read,
+    message_there,
+)
 from ps_dist._shared_memory import SharedHeap
 
 STAGING_BYTES = 1 << 20
@@ -33,18 +40,18 @@ class SharedMessages(PeerMessages):
     name = "shared"
     needs_room = False
 
-    def __init__(self, rank: int, heap: SharedHeap, links: Collection[LocalLink]) -> None:
+    def __init__(self, rank: int, heap: SharedHeap, connections: Collection[PeerConnection]) -> None:
         """Use these connections to all other ranks."""
         super().__init__(None, rank)
         self.heap = heap
         """Memory that the other ranks read without a copy."""
-        self._links = {link.peer: link for link in links}
+        self._connections = {connection.peer: connection for connection in connections}
         self._staging: Tensor | None = None
         """Memory for one piece; made when it is first needed."""
-        self._staged_for: Sequence[LocalLink] = ()
+        self._staged_for: Sequence[PeerConnection] = ()
         """Connections to the ranks that read the piece."""
         self._poll = select.poll()
-        self._open = {link.fileno(): link for link in links}
+        self._open = {connection.fileno(): connection for connection in connections}
         """Connections that stand, by descriptor."""
         for file in self._open:
             self._poll.register(file, select.POLLIN)
@@ -56,7 +63,7 @@ class SharedMessages(PeerMessages):
         reads = []
         for peer, buffer in receives:
             if buffer.numel():
-                reads.append(_Reading([self._links[peer]], buffer.nbytes, _copier(buffer.view(torch.uint8))))
+                reads.append(_Reading([self._connections[peer]], buffer.nbytes, _copier(buffer.view(torch.uint8))))
                 self.received_bytes[operation] += buffer.nbytes
         self._transfer(tag, sends, reads)
 
@@ -76,7 +83,7 @@ class SharedMessages(PeerMessages):
         def read_bytes(piece: slice, parts: list[Tensor]) -> None:
             read(slice(piece.start // size, piece.stop // size), [part.view(kind) for part in parts])
 
-        reading = _Reading([self._links[peer] for peer in peers], numel * size, read_bytes)
+        reading = _Reading([self._connections[peer] for peer in peers], numel * size, read_bytes)
         self.received_bytes[operation] += numel * size * len(peers)
         self._transfer(tag, sends, [reading] if peers else [])
         if not peers:
@@ -84,13 +91,13 @@ class SharedMessages(PeerMessages):
 
     def cut(self, everyone: Sequence[int]) -> None:
         """Break all connections, so that a thread which waits for another process ends; none works afterwards."""
-        for link in self._links.values():
-            link.cut()
+        for connection in self._connections.values():
+            connection.cut()
 
     def close(self) -> None:
         """Close all connections; memory of this process's heap stays as long as it is used."""
-        for link in self._links.values():
-            link.close()
+        for connection in self._connections.values():
+            connection.close()
         self._staging = None
 
     def _transfer(self, tag: int, sends: Sequence[tuple[int, Tensor]], reads: Sequence[_Reading]) -> None:
@@ -98,14 +105,16 @@ class SharedMessages(PeerMessages):
         outside = self._post(tag, sends)
         while True:
             for reading in reads:
-                for link in reading.advance(tag):
-                    self._send(link, message_read())
-            while outside and not any(link.unread for link in self._staged_for):
+                for connection in reading.advance(tag):
+                    self._send(connection, message_read())
+            while outside and not any(connection.unread for connection in self._staged_for):
                 self._post_piece(tag, outside[0])
                 if outside[0].sent_bytes == outside[0].memory.nbytes:
                     outside.popleft()
-            late = {link for reading in reads for link in reading.missing(tag)}
-            late |= {link for link in self._links.values() if link.unread}
+            if any(reading.can_advance(tag) for reading in reads):  # it came while something was sent
+                continue
+            late = {connection for reading in reads for connection in reading.missing(tag)}
+            late |= {connection for connection in self._connections.values() if connection.unread}
             if not late:
                 return
             self._wait_for(late)
@@ -116,15 +125,15 @@ class SharedMessages(PeerMessages):
         for peer, buffer in sends:
             if not buffer.numel():
                 continue
-            link, memory = self._links[peer], buffer.view(torch.uint8)
+            connection, memory = self._connections[peer], buffer.view(torch.uint8)
             offset = self.heap.offset(memory)
             if memory.nbytes <= MOST_BYTES_HERE:
-                self._send(link, message_here(tag, memory))
+                self._send(connection, message_here(tag, memory))
             elif offset is not None:
-                link.unread += 1
-                self._send(link, message_there(tag, offset, memory.nbytes))
+                connection.unread += 1
+                self._send(connection, message_there(tag, offset, memory.nbytes))
             else:  # a gather sends the same to several ranks
-                outside.setdefault((memory.data_ptr(), memory.nbytes), _Outside(memory)).links.append(link)
+                outside.setdefault((memory.data_ptr(), memory.nbytes), _Outside(memory)).connections.append(connection)
         return deque(outside.values())
 
     def _post_piece(self, tag: int, outside: _Outside) -> None:
@@ -136,30 +145,30 @@ class SharedMessages(PeerMessages):
         outside.sent_bytes += piece.nbytes
         offset = self.heap.offset(staged)
         assert offset is not None, "it is in the heap"
-        self._staged_for = outside.links
-        for link in outside.links:
-            link.unread += 1
-            self._send(link, message_there(tag, offset, staged.nbytes))
+        self._staged_for = outside.connections
+        for connection in outside.connections:
+            connection.unread += 1
+            self._send(connection, message_there(tag, offset, staged.nbytes))
 
-    def _send(self, link: LocalLink, text: bytes) -> None:
+    def _send(self, connection: PeerConnection, text: bytes) -> None:
         """Send a message; while the socket is full, take in what comes: the other rank may be in the same place."""
-        while not link.write(text):
-            self._poll.modify(link.fileno(), select.POLLIN | select.POLLOUT)
+        while not connection.write(text):
+            self._poll.modify(connection.fileno(), select.POLLIN | select.POLLOUT)
             try:
-                self._wait_for({link})
+                self._wait_for({connection})
             finally:
-                if link.fileno() in self._open:
-                    self._poll.modify(link.fileno(), select.POLLIN)
+                if connection.fileno() in self._open:
+                    self._poll.modify(connection.fileno(), select.POLLIN)
 
-    def _wait_for(self, links: Collection[LocalLink]) -> None:
-        """Wait until something comes from any rank; raise `ConnectionBroken` if one of ``links`` has gone."""
-        for link in links:
-            if link.broken:
-                raise ConnectionBroken(link.peer, link.broken)
+    def _wait_for(self, connections: Collection[PeerConnection]) -> None:
+        """Wait until something comes from any rank; raise `ConnectionBroken` if one of ``connections`` has gone."""
+        for connection in connections:
+            if connection.broken:
+                raise ConnectionBroken(connection.peer, connection.broken)
         for file, _ in self._poll.poll():
-            link = self._open[file]
-            link.read()
-            if link.broken:
+            connection = self._open[file]
+            connection.read()
+            if connection.broken:
                 self._poll.unregister(file)
                 del self._open[file]
 
@@ -169,32 +178,38 @@ class _Outside:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory, self.sent_bytes = memory, 0
-        self.links: list[LocalLink] = []
+        self.connections: list[PeerConnection] = []
 
 
 class _Reading:
     """What is read from one rank, or from several side by side."""
 
-    def __init__(self, links: Sequence[LocalLink], size: int, read: Callable[[slice, list[Tensor]], None]) -> None:
+    def __init__(
+        self, connections: Sequence[PeerConnection], size: int, read: Callable[[slice, list[Tensor]], None]
+    ) -> None:
         """``read`` is given bytes from first to last of ``size``, as they come: a slice, and each rank's part of it."""
-        self._links, self._size, self._read = links, size, read
+        self._connections, self._size, self._read = connections, size, read
         self._done = 0
 
-    def missing(self, tag: int) -> list[LocalLink]:
+    def missing(self, tag: int) -> list[PeerConnection]:
         """Return the connections from which more must come before anything can be read."""
         if self._done == self._size:
             return []
-        return [link for link in self._links if link.head(tag) is None]
+        return [connection for connection in self._connections if connection.head(tag) is None]
 
-    def advance(self, tag: int) -> list[LocalLink]:
+    def can_advance(self, tag: int) -> bool:
+        """Return True if something is there that was not read."""
+        return self._done < self._size and not self.missing(tag)
+
+    def advance(self, tag: int) -> list[PeerConnection]:
         """Read what is there; return the connections whose senders must be told so."""
         told = []
-        while self._done < self._size and not self.missing(tag):
-            heads = [head for link in self._links if (head := link.head(tag)) is not None]
+        while self.can_advance(tag):
+            heads = [head for connection in self._connections if (head := connection.head(tag)) is not None]
             width = min(self._size - self._done, *(head.memory.nbytes - head.read_bytes for head in heads))
             self._read(slice(self._done, self._done + width), [_next_bytes(head, width) for head in heads])
             self._done += width
-            told += [link for link, head in zip(self._links, heads, strict=True) if _is_over(link, head)]
+            told += [each for each, head in zip(self._connections, heads, strict=True) if _is_over(each, head)]
         return told
 
 
@@ -204,9 +219,9 @@ def _next_bytes(message: Message, width: int) -> Tensor:
     return part
 
 
-def _is_over(link: LocalLink, message: Message) -> bool:
+def _is_over(connection: PeerConnection, message: Message) -> bool:
     """True if the message was read to its end, and its sender must be told; it is forgotten then."""
-    return message.read_bytes == message.memory.nbytes and link.pop()
+    return message.read_bytes == message.memory.nbytes and connection.pop()
 
 
 def _copier(buffer: Tensor) -> Callable[[slice, list[Tensor]], None]:

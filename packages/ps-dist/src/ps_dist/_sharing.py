@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ps_dist._local_links import LinkListener, LocalLink
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
-from ps_dist._roster import name_ranks
+from ps_dist._peer_connections import PeerConnection, PeerListener
+from ps_dist._roster import FAILED_ELSEWHERE, failed_ranks
 from ps_dist._shared_memory import SharedHeap
 from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
 
@@ -23,8 +23,8 @@ _ADDRESS_BYTES, _SHOWN_BYTES = 16, 200
 _TAG = 0
 """Of messages before the first collective."""
 _SEVERAL_COMPUTERS = "the ranks do not all run on one computer"
-_TRIAL_S = 10.0
-"""Seconds in which two threads of this process connect."""
+_MOST_CONNECT_S = 30.0
+"""Seconds in which all ranks connect, if they do: all are there. Or half of the timeout, if that is less."""
 _ERRORS = (OSError, AttributeError, ValueError, MemoryError)
 """What a system without shared memory raises: a call that fails or is missing, or a size that is refused."""
 
@@ -40,7 +40,7 @@ class Sharing:
 
 
 def share_memory(
-    control: PeerMessages, locations: Mapping[int, Location], rank: int, give_up: Callable[[], bool], limit_s: float
+    control: PeerMessages, locations: Mapping[int, Location], rank: int, give_up: Callable[[], bool], timeout_s: float
 ) -> Sharing:
     """Connect all ranks through shared memory, if all of them run on one computer where it works.
 
@@ -50,10 +50,10 @@ def share_memory(
         return Sharing(None)
     if len({location.machine for location in locations.values()} | {""}) != 2:
         return Sharing(None, _SEVERAL_COMPUTERS)
-    heap, listener, links, error = None, None, list[LocalLink](), ""
+    heap, listener, connections, error = None, None, list[PeerConnection](), ""
     try:
         heap = SharedHeap()
-        listener = LinkListener(heap, rank, len(locations))
+        listener = PeerListener(heap, rank, len(locations))
     except _ERRORS as failed:
         error = describe(failed)
     rows = _tell(control, rank, len(locations), error, b"" if listener is None else listener.address)
@@ -61,7 +61,7 @@ def share_memory(
     if not why_not and listener is not None:
         addresses = {peer: address for peer, (_, address) in enumerate(rows) if peer != rank}
         try:
-            links = listener.connect(addresses, give_up, limit_s)
+            connections = listener.connect(addresses, give_up, min(timeout_s / 2, _MOST_CONNECT_S))
         except _ERRORS as failed:
             error = describe(failed)
         why_not = _first_error(_tell(control, rank, len(locations), error))
@@ -70,26 +70,26 @@ def share_memory(
     if heap is not None:
         heap.close_file()
     if why_not or heap is None:
-        for link in links:
-            link.close()
+        for connection in connections:
+            connection.close()
         return Sharing(None, why_not)
-    return Sharing(SharedMessages(rank, heap, links))
+    return Sharing(SharedMessages(rank, heap, connections))
 
 
 def shared_memory_error() -> str | None:
     """Try shared memory between two threads of this process; return why it fails, or None if it works."""
-    listeners: list[LinkListener] = []
+    listeners: list[PeerListener] = []
 
     def send_some(rank: int) -> None:
-        links = listeners[rank].connect({1 - rank: listeners[1 - rank].address}, lambda: False, _TRIAL_S)
-        messages = SharedMessages(rank, listeners[rank].heap, links)
+        connections = listeners[rank].connect({1 - rank: listeners[1 - rank].address}, lambda: False, _MOST_CONNECT_S)
+        messages = SharedMessages(rank, listeners[rank].heap, connections)
         some = messages.heap.allocate(STAGING_BYTES).fill_(rank)
         messages.exchange("trial", _TAG, [(1 - rank, some)], [(1 - rank, torch.empty_like(some))])
         messages.close()
 
     try:
         for rank in range(2):
-            listeners.append(LinkListener(SharedHeap(), rank, 2))
+            listeners.append(PeerListener(SharedHeap(), rank, 2))
         with ThreadPoolExecutor(2) as pool:
             for done in [pool.submit(send_some, rank) for rank in range(2)]:
                 done.result()
@@ -103,7 +103,9 @@ def shared_memory_error() -> str | None:
 
 
 def describe(error: BaseException) -> str:
-    """Return the first line of an error, with its type where there is no line."""
+    """Return the first line of an error, or its type where there is none."""
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return FAILED_ELSEWHERE
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -118,6 +120,6 @@ def _tell(control: PeerMessages, rank: int, ranks: int, error: str, address: byt
 
 
 def _first_error(rows: list[tuple[str, bytes]]) -> str:
-    """Name the ranks that failed, with the first one's error; empty: none did."""
-    failed = [rank for rank, (error, _) in enumerate(rows) if error]
-    return f"shared memory failed on {name_ranks(failed)}: {rows[failed[0]][0]}" if failed else ""
+    """Name the ranks that failed, with their error; empty: none did."""
+    reports = [error for error, _ in rows]
+    return f"shared memory failed on {failed_ranks(reports)}" if any(reports) else ""

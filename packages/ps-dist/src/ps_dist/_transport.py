@@ -26,12 +26,11 @@ from ps_core._errors import InvalidInput
 from ps_dist._abandonable import AbandonableCall
 from ps_dist._collectives import TorchCollectives
 from ps_dist._nccl import NcclMessages
-from ps_dist._roster import name_ranks
+from ps_dist._roster import FAILED_ELSEWHERE, failed_ranks, name_ranks
 from ps_dist._session import CollectiveSession
 
 _SHOWN_BYTES = 320
 """Bytes of the error message of a rank."""
-_ELSEWHERE = "it had failed on another rank"
 
 
 class NcclGroup(Protocol):
@@ -113,7 +112,7 @@ class TransportChoice:
 
     def _marked(self, mark: str) -> str:
         try:
-            return _ELSEWHERE if self._store.check([mark]) else ""
+            return FAILED_ELSEWHERE if self._store.check([mark]) else ""
         except RuntimeError:  # the store ended with the process that keeps it: `Watchdog` finds out
             return ""
 
@@ -138,10 +137,3 @@ def why_not_nccl(rows: Sequence[Sequence[float]]) -> str | None:
             "connect)"
         )
     return None
-
-
-def failed_ranks(reports: Sequence[str]) -> str:
-    """Name the ranks that failed, with their error; ``reports``: each rank's, empty where nothing went wrong."""
-    failed = [(rank, report) for rank, report in enumerate(reports) if report]
-    _, first = next((each for each in failed if each[1] != _ELSEWHERE), failed[0])
-    return f"{name_ranks([rank for rank, report in failed if report == first])}: {first}"

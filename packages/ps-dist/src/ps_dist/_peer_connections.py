@@ -51,18 +51,18 @@ class Message:
     read_bytes: int = 0
 
 
-class LocalLink:
+class PeerConnection:
     """The connection to one other process of this computer, used by the thread of collectives alone."""
 
-    def __init__(self, peer: int, connection: socket.socket, memory: Tensor) -> None:
+    def __init__(self, peer: int, unix_socket: socket.socket, memory: Tensor) -> None:
         """``memory``: the other process's heap."""
-        self.peer, self._socket, self._memory = peer, connection, memory
+        self.peer, self._socket, self._memory = peer, unix_socket, memory
         self._inbox: deque[Message] = deque()
         self.unread = 0
         """Messages in this process's heap that the other one has not read yet."""
         self.broken = ""
         """Why nothing comes any more; empty while the connection stands."""
-        connection.setblocking(False)
+        unix_socket.setblocking(False)
 
     def fileno(self) -> int:
         """Return the descriptor of the socket."""
@@ -133,7 +133,7 @@ def message_read() -> bytes:
     return _HEADER.pack(_READ, 0, 0, 0)
 
 
-class LinkListener:
+class PeerListener:
     """Waits for the other processes of this computer, which know its address."""
 
     def __init__(self, heap: SharedHeap, rank: int, ranks: int) -> None:
@@ -144,26 +144,28 @@ class LinkListener:
         self._socket.bind(b"\0ps_dist " + self.address.hex().encode())
         self._socket.listen(ranks)
 
-    def connect(self, addresses: Mapping[int, bytes], give_up: Callable[[], bool], limit_s: float) -> list[LocalLink]:
+    def connect(
+        self, addresses: Mapping[int, bytes], give_up: Callable[[], bool], limit_s: float
+    ) -> list[PeerConnection]:
         """Connect with every other rank; raise `OSError` if that fails, takes too long or ``give_up`` returns True."""
-        connections: list[socket.socket] = []
+        unix_sockets: list[socket.socket] = []
         try:
             found = []
             for peer in sorted(addresses):
                 if peer < self._rank:
-                    connections.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                    connections[-1].settimeout(limit_s)
-                    connections[-1].connect(b"\0ps_dist " + addresses[peer].hex().encode())
+                    unix_sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    unix_sockets[-1].settimeout(limit_s)
+                    unix_sockets[-1].connect(b"\0ps_dist " + addresses[peer].hex().encode())
                 else:
                     _wait_for(self._socket, give_up, limit_s)
-                    connections.append(self._socket.accept()[0])
-                self._greet(connections[-1])
-                found.append(self._link(connections[-1], give_up, limit_s))
-            if {link.peer for link in found} != set(addresses):
-                raise OSError(f"ranks {sorted(addresses)} were to connect, found {[link.peer for link in found]}")
+                    unix_sockets.append(self._socket.accept()[0])
+                self._greet(unix_sockets[-1])
+                found.append(self._take_in(unix_sockets[-1], give_up, limit_s))
+            if {each.peer for each in found} != set(addresses):
+                raise OSError(f"expected ranks {sorted(addresses)}, found {sorted(each.peer for each in found)}")
         except BaseException:
-            for connection in connections:
-                connection.close()
+            for unix_socket in unix_sockets:
+                unix_socket.close()
             raise
         return found
 
@@ -171,28 +173,29 @@ class LinkListener:
         """Listen no more."""
         self._socket.close()
 
-    def _greet(self, connection: socket.socket) -> None:
+    def _greet(self, unix_socket: socket.socket) -> None:
         """Send this process's heap to a process of the same user."""
-        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_IDS.size)
+        found = unix_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_IDS.size)
         user = _PEER_IDS.unpack(found)[1]
         if user != os.geteuid():
             raise OSError(f"a process of user {user} answered; expected user {os.geteuid()}")
         text = _HELLO.pack(self._rank, self.heap.size_bytes)
-        socket.send_fds(connection, [text], [self.heap.file])
+        socket.send_fds(unix_socket, [text], [self.heap.file])
 
-    def _link(self, connection: socket.socket, give_up: Callable[[], bool], limit_s: float) -> LocalLink:
-        _wait_for(connection, give_up, limit_s)
-        text, files, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+    def _take_in(self, unix_socket: socket.socket, give_up: Callable[[], bool], limit_s: float) -> PeerConnection:
+        """Map the heap that the other process sends."""
+        _wait_for(unix_socket, give_up, limit_s)
+        text, files, _, _ = socket.recv_fds(unix_socket, _HELLO.size, 1)
         if len(text) != _HELLO.size or len(files) != 1:
-            raise OSError("another process closed its connection before it sent its memory")
+            raise ConnectionResetError("another process closed its connection before it sent its memory")
         peer, size = _HELLO.unpack(text)
-        return LocalLink(peer, connection, map_heap(files[0], size))
+        return PeerConnection(peer, unix_socket, map_heap(files[0], size))
 
 
-def _wait_for(connection: socket.socket, give_up: Callable[[], bool], limit_s: float) -> None:
+def _wait_for(unix_socket: socket.socket, give_up: Callable[[], bool], limit_s: float) -> None:
     """Wait until there is something to read."""
     left_s = limit_s
-    while not select.select([connection], [], [], min(_CHECK_S, left_s))[0]:
+    while not select.select([unix_socket], [], [], min(_CHECK_S, left_s))[0]:
         left_s -= _CHECK_S
         if give_up() or left_s <= 0:
             raise TimeoutError(f"another process did not connect within {limit_s:g} s")

@@ -1,0 +1,106 @@
+"""Shared memory on each rank of a crew; each function asserts in its own process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ps_dist
+from ps_core import AdamW, Budget
+from ps_core._errors import InvalidInput, RanksDiverged
+from ps_core.engine import chunked, release, statistics
+from ps_core.engine._execution.hooks import hooks_of
+from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def transport(each: ps_dist.TorchCollectives) -> tuple[str, str]:
+    """What data travels by, and why not through shared memory."""
+    return each.statistics().transport, each.why_not_shared
+
+
+def lacks(each: ps_dist.TorchCollectives, what: str, at_rank: int) -> None:
+    """A system call fails on one rank: all use sockets and know why, or all raise it."""
+
+    def refuse(*args: Any) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if each.process == at_rank:
+            patch.setattr(what, refuse)
+        why = f"shared memory failed on rank {at_rank}: [Errno 1] Operation not permitted"
+        with ps_dist.connect(timeout_s=30) as other:
+            assert transport(other) == ("gloo", why)
+            assert other.host_memory is None
+            assert other.all_reduce_sum(1.0) == other.ranks
+        with pytest.raises(InvalidInput) as caught:
+            ps_dist.connect(timeout_s=30, shared_memory=True)
+        assert str(caught.value) == f"shared_memory=True: {why}; leave it out: then processes use sockets"
+    with ps_dist.connect(timeout_s=30, shared_memory=True) as other:
+        assert transport(other) == ("shared", "")
+
+
+def differ(each: ps_dist.TorchCollectives) -> None:
+    with pytest.raises(RanksDiverged, match=r"shared_memory must be the same on all ranks: rank . has"):
+        ps_dist.connect(timeout_s=30, shared_memory=False if each.process else None)
+
+
+def heap_bytes(each: ps_dist.TorchCollectives) -> int:
+    """Bytes of this rank's heap that have an owner."""
+    assert isinstance(each._messages, SharedMessages)
+    heap = each._messages.heap
+    return heap.size_bytes - sum(end - start for start, end in heap._free)
+
+
+def counted(each: ps_dist.TorchCollectives, device: str, folder: str) -> None:
+    """All memory that the budget counts is in the heap, once, and goes back with the model."""
+    before = heap_bytes(each)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"device": "4MiB"} if device == "emulated" else {}
+    if folder:
+        sizes |= {"disk": "64MiB", "disk_dir": folder}
+    model, optimizer = chunked(
+        nn.Sequential(*(nn.Linear(90, 90) for _ in range(6))),
+        AdamW(lr=1e-2),
+        device=device,
+        precision="bf16",
+        budget=Budget(host=each.local_ranks * 2**23, **sizes),
+        collectives=each,
+    )
+    for _ in range(3):
+        model(torch.randn(4, 90)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tiers = {name: tier for name, tier in statistics(model).tiers.items() if name != "disk"}
+    engine = hooks_of(model).engine
+    slots = len(engine.groups) * 8 + 8
+    arena = engine.store.arena.taken_bytes if engine.store.arena.exists else 0
+    wanted = arena + sum(tier.current_bytes for name, tier in tiers.items() if not (arena and name == first(tiers)))
+    found = heap_bytes(each) - before
+    assert wanted <= found <= wanted + slots * PAGE + STAGING_BYTES
+    release(model)
+    del model, optimizer, engine
+    assert heap_bytes(each) - before <= STAGING_BYTES + PAGE
+
+
+def first(tiers: dict[str, Any]) -> str:
+    return next(iter(tiers))
+
+
+KEPT: list[torch.Tensor] = []
+"""Shared memory that a process has until it ends."""
+
+
+def fills(each: ps_dist.TorchCollectives, size: int) -> int:
+    """Write to so much of the heap, which a neighbour reads; the process's number."""
+    assert each.host_memory is not None
+    mine = each.host_memory(size).fill_(each.rank + 1)
+    whole = each.host_memory(size * each.ranks)
+    each.all_gather(whole, mine)
+    KEPT.extend((mine, whole))
+    return os.getpid()

@@ -1,0 +1,100 @@
+"""Processes that share host memory: when they do, what it takes, and what is left of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import _memory_cases as cases
+import _transport_cases as transport_cases
+import _zero_cases as zero_cases
+from _crew import Crew, crew
+from ps_core.engine._devices.cpu.device import CpuDevice
+from ps_core.engine._sharding.join_ranks import GroupJoin
+from ps_dist._local_ranks import Location
+from ps_dist._messages import PeerMessages
+from ps_dist._sharing import Sharing, share_memory
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Crew]:
+    with crew(3) as made:
+        yield made
+
+
+def test_it_is_used_unless_it_is_switched_off(each_crew: Crew) -> None:
+    assert each_crew.run(cases.transport) == [("shared", "")] * each_crew.ranks
+    assert each_crew.run(cases.transport, shared_memory=False) == [("gloo", "")] * each_crew.ranks
+
+
+@pytest.mark.parametrize("at_rank", [0, 1])
+@pytest.mark.parametrize("what", ["os.memfd_create", "os.ftruncate", "socket.send_fds", "socket.recv_fds"])
+def test_all_ranks_use_sockets_if_one_has_none(two: Crew, what: str, at_rank: int) -> None:
+    two.run(cases.lacks, what, at_rank)
+
+
+def test_a_setting_that_differs_is_named(two: Crew) -> None:
+    two.run(cases.differ)
+
+
+@pytest.mark.parametrize("machines", [("one", "other"), ("", "")])
+def test_ranks_of_several_computers_send(machines: tuple[str, str]) -> None:
+    locations = {rank: Location("host", 100 + rank, machine) for rank, machine in enumerate(machines)}
+    nobody: Any = PeerMessages(None, 0)
+    why = "the ranks do not all run on one computer"
+    assert share_memory(nobody, locations, 0, lambda: False, 1.0) == Sharing(None, why)
+    assert share_memory(nobody, {0: locations[0]}, 0, lambda: False, 1.0) == Sharing(None)
+
+
+@pytest.mark.parametrize(("process", "why"), [(0, "no memory"), (1, "no memory"), (0, "")])
+def test_the_first_rank_says_why_sockets_are_used(process: int, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    together: Any = SimpleNamespace(
+        agree=lambda name, value: None, local_ranks=2, process=process, why_not_shared=why, host_memory=None
+    )
+    with caplog.at_level(logging.INFO, "ps_core"):
+        GroupJoin(together).check(CpuDevice(name="cpu"))
+    said = ["processes send what they share over sockets: no memory"] if why and not process else []
+    assert [record.message for record in caplog.records] == said
+
+
+@pytest.mark.parametrize("way", [{}, {"shared_memory": False}], ids=["shared", "sockets"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_three_ranks(three: Crew, kind: str, way: dict[str, bool]) -> None:
+    three.run(transport_cases.gathers, 10_007, kind, 1, **way)
+    three.run(transport_cases.reduces, 10_007, kind, 1, 2, **way)
+    three.run(zero_cases.trains, zero_cases.Way(precision=kind), 2, True, **way)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("disk", [False, True])
+def test_budgets_count_shared_memory_once(two: Crew, device: str, disk: bool, tmp_path: Path) -> None:
+    two.run(cases.counted, device, str(tmp_path) if disk else "")
+
+
+def shared_bytes() -> int:
+    """Memory of this computer that belongs to anonymous and other files without a disk."""
+    found = re.search(r"Shmem:\s+(\d+) kB", Path("/proc/meminfo").read_text("utf-8"))
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def test_nothing_is_left_of_killed_processes() -> None:
+    size, folder = 64 << 20, Path("/dev/shm")
+    names, before = sorted(folder.iterdir()), shared_bytes()
+    with crew(2) as killed:
+        processes = killed.run(cases.fills, size)
+        used = shared_bytes() - before
+        assert used > 2 * 3 * size * 0.8, "a shard, and all shards, on each of two ranks"
+        assert used < 2 * 3 * size * 1.2, "and what a rank maps of the other is no more memory"
+        assert not [each for each in folder.iterdir() if each not in names and "ps_dist" in each.name]
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+    assert shared_bytes() - before < 2 * 3 * size * 0.2
