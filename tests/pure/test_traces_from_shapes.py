@@ -111,7 +111,7 @@ def test_checkpointing_lowers_the_peak_and_offload_lowers_it_further(found: Tran
     kept = analytic_trace(found, replace(work, checkpointing=True, offload_checkpoints=False))
     moved = analytic_trace(found, replace(work, checkpointing=True, offload_checkpoints=True))
     assert plain.peak_nonmodel_bytes >= kept.peak_nonmodel_bytes >= moved.peak_nonmodel_bytes
-    # Offload moves bytes from the tide to activations. In forward a block's input counts on top: it is there, too.
+    # Offload moves bytes from the tide to activations. In forward a block's input is there itself, too.
     for index, (total, now) in enumerate(zip(alive(moved), moved.moments, strict=True)):
         both = len(now.makes) + (now.phase is Phase.FORWARD and now.name.startswith("layer"))
         copies = both * moved.activations[0].bytes

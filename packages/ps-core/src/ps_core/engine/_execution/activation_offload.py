@@ -125,7 +125,7 @@ class _ByEngine:
         passes, tensor = self._passes, activation.held
         assert tensor is not None, "it was not moved before"
         with passes.nonmodel.paused(), torch.no_grad():
-            activation.origin, activation.name = passes.make_activation(activation.nbytes)
+            activation.note_recorded(*passes.make_activation(activation.nbytes))
             driver = passes.driver
             if not (activation.name and isinstance(driver, PlanDriver) and driver.activations.keep(activation)):
                 self._room.offload(activation, bytes_of(tensor))
@@ -179,8 +179,7 @@ class _ByEngine:
     def _returned(self, away: OffloadedActivation, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that was copied back; note where its bytes are from now on."""
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            away.held = tensor
-            away.return_slot()
+            away.hold(tensor)
         elif away.slot is None:
             with self._passes.nonmodel.paused(), torch.no_grad():
                 self._room.offload(away, bytes_of(tensor))

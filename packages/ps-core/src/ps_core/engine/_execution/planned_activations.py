@@ -51,10 +51,10 @@ class PlannedActivations:
         if slot is None or tensor is None or activation.name in self._kept or slot.bytes < activation.nbytes:
             return False
         self._copy("keep an activation", bytes_of(tensor), slot.memory[: activation.nbytes])
-        slot.version = 0
+        slot.mark_filled()
         self._kept[activation.name] = weakref.ref(activation)
         self._copies[activation.name], self._name_of[slot] = [slot], activation.name
-        activation.held = None
+        activation.move_to(None)
         return True
 
     def restore(self, activation: OffloadedActivation, target: torch.Tensor) -> bool:
@@ -82,7 +82,7 @@ class PlannedActivations:
             return 0
         size = align_up(activation.nbytes)
         self._store.copy(queue, target, source, size)
-        target.version = 0
+        target.mark_filled()
         self._copies[name].append(target)
         self._name_of[target] = name
         return size
@@ -131,7 +131,7 @@ def _leave(activation: OffloadedActivation, memory: torch.Tensor) -> None:
     except DoesNotFit:
         tensor = activation.empty(memory.device)
         bytes_of(tensor).copy_(memory)
-        activation.held = tensor
+        activation.hold(tensor)
 
 
 def _wanted(activation: OffloadedActivation) -> bool:

@@ -47,6 +47,19 @@ class OffloadedActivation:
         """That recording."""
         self.room = room
 
+    def note_recorded(self, recording: object, name: str) -> None:
+        """Note the recording of the pass that is on, and the activation's name there."""
+        self.origin, self.name = recording, name
+
+    def move_to(self, slot: Slot | None) -> None:
+        """Note that the bytes are in a slot of its own; None: in slots of a plan."""
+        self.slot, self.held = slot, None
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Keep the tensor itself until autograd drops the activation; give a slot of its own back."""
+        self.held = tensor
+        self.return_slot()
+
     def empty(self, device: torch.device) -> torch.Tensor:
         """Return a new tensor for the bytes."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -97,7 +110,7 @@ class ActivationSlots:
             self._watcher.moved(_DEVICE, _HOST, size)
         else:
             self._transfers.copy_via_host(Slot(_DEVICE, -1, size, source), slot, size)
-        activation.slot, activation.held = slot, None
+        activation.move_to(slot)
 
     def finish_offloads(self) -> None:
         """Make the compute queue wait for all copies to the host; the tensors' memory may be used again then."""
@@ -118,7 +131,7 @@ class ActivationSlots:
 
     def adopt(self, activation: OffloadedActivation, slot: Slot) -> None:
         """Make a slot that a plan reserved below the compute tier an activation's own."""
-        activation.slot = slot
+        activation.move_to(slot)
         self.bytes += slot.bytes * (slot.tier == _HOST)
 
     def release_free(self) -> None:

@@ -64,6 +64,10 @@ class Slot:
         """Note which work of the worker's thread touches the slot last."""
         self.work = event
 
+    def mark_filled(self) -> None:
+        """Note that the slot has, or is getting, the bytes of an activation, which has one version."""
+        self.version = 0
+
     def mark_unread(self) -> None:
         """Note that a read from the disk into this slot failed."""
         self.version = -1
