@@ -152,7 +152,7 @@ class Allocator(TensorBytesTracker):
     def _rise(self, bytes: int) -> None:
         super()._rise(bytes)
         self.highest_bytes = max(self.highest_bytes, self.current_bytes)
-        limit = self.limit_bytes if self.cap_bytes is None else self.cap_bytes
+        limit = min(self.limit_bytes, self.limit_bytes if self.cap_bytes is None else self.cap_bytes)
         if self.reserved_bytes > limit and bytes > 0:
             self.kept_bytes = 0  # blocks that are kept go first
         if self.reserved_bytes > limit and bytes > 0:
