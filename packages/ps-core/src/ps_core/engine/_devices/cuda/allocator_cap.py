@@ -20,8 +20,8 @@ from ps_core.engine._devices.cuda.memory import EngineAllocations
 from ps_core.engine._devices.cuda.runtime import CudaRuntime
 from ps_core.engine._support.log import log_line
 
-ROUNDING_BYTES = 2**25
-"""Added to the cap: the allocator takes blocks of 2 and 20 MiB from the device, however little is in them."""
+ROUNDING_BYTES = 2**26
+"""Added to the cap: blocks of 2 and 20 MiB are taken however little is in them, and libraries want workspaces of 32."""
 
 _SHARED: weakref.WeakKeyDictionary[CudaRuntime, AllocatorCap] = weakref.WeakKeyDictionary()
 
