@@ -144,7 +144,11 @@ class Allocator(TensorBytesTracker):
         super().__init__("cpu")
         self.runtime = runtime
         self.limit_bytes = 1 << 40
-        self.highest_bytes = self.failures = 0
+        self.cap_bytes: int | None = None
+        """The most to reserve; None: up to the limit."""
+        self.waste = 0.0
+        """What lies in gaps, as a part of what is in use."""
+        self.highest_bytes = self.failures = self.kept_bytes = self.most_reserved_bytes = 0
 
     @property
     def current_bytes(self) -> int:
@@ -157,12 +161,22 @@ class Allocator(TensorBytesTracker):
     def _rise(self, bytes: int) -> None:
         super()._rise(bytes)
         self.highest_bytes = max(self.highest_bytes, self.current_bytes)
-        if self.current_bytes > self.limit_bytes and bytes > 0:
+        limit = min(self.limit_bytes, self.limit_bytes if self.cap_bytes is None else self.cap_bytes)
+        if self.reserved_bytes > limit and bytes > 0:
+            self.kept_bytes = 0  # blocks that are kept go first
+        if self.reserved_bytes > limit and bytes > 0:
             self.failures += 1
-            free = max(0, self.limit_bytes - self.current_bytes + bytes)
+            free = max(0, limit - self.current_bytes + bytes)
             for told in self.runtime.observers:
-                told(self.runtime.torch_device.index, bytes, self.limit_bytes, free)
+                told(self.runtime.torch_device.index, bytes, limit, free)
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {bytes} bytes")
+        self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What is in use, and gaps between; what was freed is kept until somebody needs it."""
+        self.kept_bytes = max(self.kept_bytes, int(self.current_bytes * (1 + self.waste)))
+        return self.kept_bytes
 
 
 class FakeRuntime:
@@ -281,7 +295,8 @@ class FakeRuntime:
             stream.launch(lambda: tensor.numel() and None)  # holds on to it until then
 
     def allocated(self) -> Allocated:
-        return Allocated(self.allocator.current_bytes, self.allocator.highest_bytes, self.allocator.failures)
+        allocator = self.allocator
+        return Allocated(allocator.current_bytes, allocator.highest_bytes, allocator.failures, allocator.reserved_bytes)
 
     def reset_peak(self) -> None:
         self.allocator.highest_bytes = self.allocator.current_bytes
@@ -289,8 +304,16 @@ class FakeRuntime:
     def free_bytes(self) -> tuple[int, int]:
         return self.allocator.limit_bytes - self.allocator.current_bytes, self.allocator.limit_bytes
 
+    @property
+    def cap_bytes(self) -> int | None:
+        return self.allocator.cap_bytes
+
+    def set_cap(self, size_bytes: int | None) -> None:
+        self.allocator.cap_bytes = size_bytes
+
     def release_cached(self) -> None:
         self.released += 1
+        self.allocator.kept_bytes = 0
 
     def watch_failures(self, told: Failure) -> None:
         if self.watched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_a_step_asked_for_again_clips_by_the_norm_of_all(steps: Once, between: s
 
 @pytest.mark.parametrize("name", CASES)
 def test_states_can_be_read_while_a_pass_is_open(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
+    case = replace(CASES[name], host=CASES[name].host + 2**13)  # the pass leaves its plan, and goes on on demand
     losses, values = next(iter(expected(case, tmp_path)))
     model, optimizer = case.begin(tmp_path)
     loss = model(batch(0))

@@ -297,7 +297,7 @@ def test_out_of_memory(where: str, watched: bool) -> None:
         made = chunked_model(Hungry(), device=device, budget=Budget(device=size, host=HOST))
         with made as (model, optimizer):
             losses = train(model, optimizer, range(3))
-            before = device._owned.bytes
+            before, released = device._owned.bytes, runtime.released
             for where_now in (where,) * 2:
                 model.appetite[where_now] = 1_000_000
                 runtime.allocator.limit_bytes = 1_000_000
@@ -312,7 +312,7 @@ def test_out_of_memory(where: str, watched: bool) -> None:
                 model.appetite[where_now] = 0
                 runtime.allocator.limit_bytes = 1 << 40
             losses += train(model, optimizer, range(3, 6))
-            assert runtime.released == 2, "memory kept in reserve is given back"
+            assert runtime.released >= released + 2, "memory kept in reserve is given back"
             assert device._owned.bytes < before, "the arena ends lower"
             assert statistics(model).planned_passes >= 6
     assert all(torch.equal(one, other) for one, other in zip(expected, losses, strict=True))

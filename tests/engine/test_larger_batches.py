@@ -132,7 +132,7 @@ def test_a_pass_that_holds_more_than_was_planned_is_noticed_and_planned_anew(
     needed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_scheduler, "_WATCHED_EVERY", 3)
-    with model_under(needed + needed // 4, Growing()) as made:  # what the plan left of it is all that may grow unseen
+    with model_under(needed + needed // 8, Growing()) as made:  # what the plan left of it is all that may grow unseen
         model, losses, divergences = made[0], [], []
         for index in range(12):
             model.times = 1 if index < 4 else LARGE // SMALL

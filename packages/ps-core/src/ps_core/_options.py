@@ -253,6 +253,8 @@ class Options(_ByName):
     """Fill every freed slot with not-a-number (for debugging; slow)."""
     pin: bool = True
     """Use page-locked host memory where the platform has it."""
+    cap_allocator: bool = True
+    """On CUDA, cap what PyTorch's allocator takes from the device at the budgets of the models there."""
     keep_fp32: tuple[str, ...] = ()
     """Patterns of parameter names that are computed in fp32 whatever the precision."""
     cast_inputs: bool = True
@@ -273,7 +275,7 @@ class Options(_ByName):
         prefetch = self.prefetch
         if prefetch is not None and (not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0):
             raise InvalidInput(f"Options.prefetch must be a whole number of at least 0, or None; found {prefetch!r}")
-        for name in ("poison", "pin", "cast_inputs"):
+        for name in ("poison", "pin", "cap_allocator", "cast_inputs"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInput(f"Options.{name} must be True or False, found {getattr(self, name)!r}")
         if not isinstance(self.keep_fp32, tuple) or not all(isinstance(name, str) for name in self.keep_fp32):

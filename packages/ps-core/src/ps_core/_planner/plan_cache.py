@@ -21,7 +21,7 @@ from ps_core._planner.search import Planned, Setup, find_plan, plan_with
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
 
-FORMAT = "ps_core.choice/4"
+FORMAT = "ps_core.choice/5"
 
 
 def find_plan_again(

@@ -96,6 +96,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     joining.share(packing, rule, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
     given = UserLimits(budget, options, joining.sharers)
     shared = collectives is not None
+    if options.cap_allocator:
+        where.cap_allocator(None)
     store = TierStore(where, tiers, poison=options.poison, file=disk_file(budget), given=given, shared=shared)
     engine, chunked_optimizer = wishes.engine(store, packing)
     try:

@@ -146,6 +146,12 @@ class Device(Protocol):
     def memory_bytes(self) -> tuple[int, int] | None:
         """Return the free bytes of tier 0 and its total bytes; None: the budget alone says how many there are."""
 
+    def cap_allocator(self, budget_bytes: int | None) -> None:
+        """Keep the allocator of tier 0 within a model's budget, blocks that it keeps for later included, until `close`.
+
+        None: the model has no plan for now, and there is no cap; call it so before the model allocates anything.
+        """
+
     def take_failed_bytes(self) -> int:
         """Return how many bytes could not be allocated since the last call; 0: memory did not run out."""
 

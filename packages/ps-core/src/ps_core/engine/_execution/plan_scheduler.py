@@ -24,6 +24,7 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.lower_home_slots import HomePlacement
+from ps_core.engine._execution.on_demand_driver import OnDemandDriver
 from ps_core.engine._execution.passes_without_plan import ResidentDriver
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.plan_request import PlanRequest
@@ -63,6 +64,8 @@ class PlanScheduler:
         self._model_name = model_name
         self._setup = setup
         self._options, self._cast = options, cast
+        self._caps = options.cap_allocator and not engine.store.device.overcommits
+        """True if the device's allocator is capped at the budget in passes by a plan."""
         self._asking = self._request(options)
         self._plan: EnginePlan | None = None
         self._planned_for = BatchShape()
@@ -169,6 +172,9 @@ class PlanScheduler:
                 self.maybe_replan()
             except DoesNotFit:
                 self._spare_bytes = before  # the plan in force is as good as any
+                if self._caps:
+                    self._caps = False
+                    store.device.cap_allocator(None)
 
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plan the first pass from a fake one, where the model allows that; otherwise it runs on demand."""
@@ -200,17 +206,17 @@ class PlanScheduler:
         if plan is None:
             demand.expect(None)
             self._homes.move_down()
-            return demand
+            return self._uncapped(demand)
         if self._served is None and not within_a_module():
             demand.expect(None)
             self._homes.make_room_to_read()
-            return demand
+            return self._uncapped(demand)
         if self._served != self._planned_for and not self._planned_for.covers(self._served):
             part = "a part of the model is called by itself"
             engine.counters.diverged(part if self._served is None else "a batch larger than the plan's")
             demand.expect(None)
             self._make_way(training)
-            return demand
+            return self._uncapped(demand)
         if demand.highest_nonmodel_bytes != plan.nonmodel_bytes:
             demand.expect(plan.nonmodel_bytes)
         if demand.fetched:
@@ -220,7 +226,9 @@ class PlanScheduler:
             why = "memory that home slots have to be moved to has live aliases"
         if why:
             engine.counters.diverged(why)
-            return demand
+            return self._uncapped(demand)
+        if self._caps:
+            engine.store.device.cap_allocator(engine.store.tiers[0].capacity_bytes)
         if not training:
             segment = SegmentName.EVAL
         else:
@@ -241,6 +249,12 @@ class PlanScheduler:
         return PlanDriver(
             plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked, stepping=stepping
         )
+
+    def _uncapped(self, demand: OnDemandDriver) -> OnDemandDriver:
+        """Lift the allocator's cap for a pass on demand, which cannot leave more room."""
+        if self._caps:
+            self._engine.store.device.cap_allocator(None)
+        return demand
 
     def _is_watched(self) -> bool:
         """Return True if the non-model bytes of a planned pass are counted."""

@@ -64,6 +64,9 @@ class CpuDevice:
     def memory_bytes(self) -> None:
         """Return None: a budget says how much memory there is."""
 
+    def cap_allocator(self, budget_bytes: int | None) -> None:
+        """Do nothing: the system's allocator has no cap."""
+
     def take_failed_bytes(self) -> int:
         """Return 0: where memory runs out, the system ends the process."""
         return 0

@@ -21,14 +21,17 @@ they use a block, and are recorded as its users. A freed block is not reused bef
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
 from ps_core._errors import InvalidInput
 from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine, default_machine
+from ps_core.engine._devices.cuda.allocator_cap import AllocatorCap
 from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker, EngineAllocations
 from ps_core.engine._devices.cuda.out_of_memory import OutOfMemoryObserver
 from ps_core.engine._devices.cuda.pinned_pool import PinnedPool
@@ -87,7 +90,11 @@ class CudaDevice:
         self._disk = DiskQueues()
         self._failures = runtime.allocated().failures
         self._missing_bytes = [0]
-        runtime.watch_failures(OutOfMemoryObserver(self, self._owned, self._missing_bytes))
+        self._cap = AllocatorCap.of(runtime)
+        weakref.finalize(self, self._cap.remove, runtime, id(self)).atexit = False
+        runtime.watch_failures(
+            OutOfMemoryObserver(self, self._owned, self._missing_bytes, partial(self._cap.lift, runtime))
+        )
 
     @property
     def worker(self) -> Worker:
@@ -110,8 +117,16 @@ class CudaDevice:
         return default_machine(self._runtime.free_bytes()[1], self._runtime.name)
 
     def memory_bytes(self) -> tuple[int, int]:
-        """Return the bytes that could be allocated now, and those of the whole device."""
-        return self._runtime.free_bytes()
+        """Return the bytes that could be allocated now, and those of the device; a cap of other code counts."""
+        free, whole = self._runtime.free_bytes()
+        allowed = self._cap.foreign_bytes(self._runtime)
+        if allowed is None:
+            return free, whole
+        return max(0, min(free, allowed - self._runtime.allocated().now)), min(whole, allowed)
+
+    def cap_allocator(self, budget_bytes: int | None) -> None:
+        """Cap PyTorch's allocator at the budgets of the models on this device, where all have plans."""
+        self._cap.put(self._runtime, id(self), budget_bytes)
 
     def arena(self, size_bytes: int) -> torch.Tensor:
         """Allocate device memory."""
@@ -295,6 +310,7 @@ class CudaDevice:
         self._disk.synchronize()
         self._host.close()
         self._disk.close()
+        self._cap.remove(self._runtime, id(self))
 
 
 def cuda_device(name: str, *, pin: bool) -> CudaDevice:

@@ -38,6 +38,8 @@ class Allocated(NamedTuple):
     """The most bytes since the peak was last reset."""
     failures: int
     """How often memory ran out."""
+    reserved: int
+    """What the allocator has taken from the device: bytes in use, gaps, and blocks that it keeps for later."""
 
 
 Failure = Callable[[int, int, int, int], None]
@@ -105,6 +107,13 @@ class CudaRuntime(Protocol):
 
     def free_bytes(self) -> tuple[int, int]:
         """Return the bytes that could be allocated now, and those of the whole device."""
+
+    @property
+    def cap_bytes(self) -> int | None:
+        """The most that the allocator may take from the device; None: all of it."""
+
+    def set_cap(self, size_bytes: int | None) -> None:
+        """Set the most that the allocator may take from the device; None: all of it."""
 
     def release_cached(self) -> None:
         """Return the allocator's cached memory to the device."""
@@ -186,9 +195,9 @@ class TorchRuntime:
         """Return the allocator's figures; the device is not asked, so the call does not wait."""
         found = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         if not found:
-            return Allocated(0, 0, 0)  # CUDA has not begun
+            return Allocated(0, 0, 0, 0)  # CUDA has not begun
         row = found["allocated_bytes"]["all"]
-        return Allocated(row["current"], row["peak"], found["num_ooms"])
+        return Allocated(row["current"], row["peak"], found["num_ooms"], found["reserved_bytes"]["all"]["current"])
 
     def reset_peak(self) -> None:
         """Reset the allocator's peak, which ``torch.cuda.max_memory_allocated`` returns too."""
@@ -199,6 +208,21 @@ class TorchRuntime:
         free, whole = torch.cuda.mem_get_info(self.torch_device)
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + kept, whole
+
+    @property
+    def cap_bytes(self) -> int | None:
+        """What PyTorch lets this process take of the device; None: all of it."""
+        part = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        return None if part >= 1 else round(part * self._whole_bytes)
+
+    def set_cap(self, size_bytes: int | None) -> None:
+        """Set what PyTorch lets this process take of the device."""
+        part = 1.0 if size_bytes is None else min(1.0, size_bytes / self._whole_bytes)
+        torch.cuda.set_per_process_memory_fraction(part, self.torch_device)
+
+    @property
+    def _whole_bytes(self) -> int:
+        return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
     def release_cached(self) -> None:
         """Return the allocator's cached memory to the device."""
