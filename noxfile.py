@@ -51,6 +51,10 @@ WHEELS_TRIED = (
 """What is installed from the wheels alone, what runs then, and options: CuPy is found, but not downloaded."""
 BUILD = ("hatchling", "editables")
 DOCS = ("mkdocs-material",)
+CUDA_TORCH = "torch==2.11.0"
+"""The oldest that the engine supports; on Linux its wheel is made for CUDA."""
+NEEDED_BY_TORCH = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec", "numpy")
+"""Without CUDA's libraries, which have 2 GB."""
 NVRTC = tuple(f"{name} ; sys_platform == 'linux'" for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"))
 """CUDA's compilers, which need no device: the newest, and the last that knows sm_70."""
 
@@ -296,6 +300,21 @@ def gpu(session: nox.Session) -> None:
     """What needs a CUDA device."""
     install(session, *ALL, *PYTEST)
     run_gpu(session)
+
+
+@nox.session
+def host_side(session: nox.Session) -> None:
+    """The engine on PyTorch for CUDA without a card, on libraries that stand in for CUDA's; downloads 0.5 GB.
+
+    ``-- WHEEL`` takes another PyTorch for CUDA: a file, or a name and version.
+    """
+    session.install("--quiet", *NEEDED_BY_TORCH, "pytest", "hypothesis")
+    session.install("--quiet", "--no-compile", "--no-deps", *(session.posargs or [CUDA_TORCH]), *PACKAGES)
+    libraries = str(Path(session.create_tmp()).resolve() / "libraries")
+    session.run("python", "tests/host_side/stand_in.py", libraries)
+    # The least workspace of cuBLAS, and none of the functions that ask it how to compute.
+    env = {"LD_LIBRARY_PATH": libraries, "CUBLAS_WORKSPACE_CONFIG": ":16:8", "DISABLE_ADDMM_CUDA_LT": "1"}
+    session.run("python", "-m", "pytest", "-q", "tests/host_side", env=env)
 
 
 @nox.session
