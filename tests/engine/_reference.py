@@ -145,7 +145,7 @@ class Resident(torch.optim.Optimizer):
         for each in self.states:
             flat = {"master": each.master}
             if each.torch is not None:
-                (entry,) = each.torch.state.values()
+                entry = next(iter(each.torch.state.values()), {})  # SGD without momentum keeps nothing
                 found |= {f"{each.name}/{NAMES.get(key, key)}": value.clone() for key, value in entry.items()}
             elif isinstance(self._spec, TorchOptimizer):
                 assert not each.steps

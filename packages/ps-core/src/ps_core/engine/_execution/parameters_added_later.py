@@ -64,8 +64,9 @@ def take_in(
     values = [(name, parameter, parameter.detach()) for name, parameter in named(model)]
     grouping = group(model)
     groups, records = grouping.groups, list(grouping.records.values())
-    rows = [(name, tuple(value.shape), str(value.dtype), checksum(value)) for name, _, value in values]
-    _agree(engine, "parameters that were added after chunked(...)", rows)
+    if engine.together is not None:
+        rows = [(name, tuple(value.shape), str(value.dtype), checksum(value)) for name, _, value in values]
+        _agree(engine, "parameters that were added after chunked(...)", rows)
     for each in groups:
         each.number_after(len(engine.groups))
         _cut_into_shards(engine, each)

@@ -119,7 +119,7 @@ class KernelRule:
         self.step_rule = StepRule.SGD if isinstance(spec, SGD) else StepRule.ADAM
         self.states = MOMENTS[self.step_rule]
         self._fixed = FIXED[type(spec)]
-        self.groups = [_numbers(each) for each in (spec, *spec.groups)]
+        self.groups = [_numbers(spec), *({**_numbers(spec), **_numbers(each)} for each in spec.groups)]
         self.defaults = {**_numbers(spec), **self._fixed}
 
     def check(self, where: str, group: Mapping[str, Any]) -> None:

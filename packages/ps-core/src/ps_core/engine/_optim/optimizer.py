@@ -85,7 +85,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         settings_of = self.settings()
         if not self._gradients.has_gradients():
             return
-        self._check_shapes()
+        if self.rule.whole:
+            self._check_shapes()
         scaler = self._loss_scale if self._scaled else None
         if self._loss_scale is not None and scaler is None and not self._all_assigned():
             raise InvalidInput(
@@ -142,10 +143,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _check_shapes(self) -> None:
         """Raise `InvalidInput` before a step if a parameter that is trained since `chunked` cannot be stepped whole."""
-        if self.rule.whole:
-            for record, index in self._groups_of.items():
-                if self._gradients.has_gradient(record):
-                    self.rule.check_parameter(index, record.name, record.shape)
+        for record, index in self._groups_of.items():
+            if self._gradients.has_gradient(record):
+                self.rule.check_parameter(index, record.name, record.shape)
 
     def _records(self) -> Iterator[ParamState]:
         return (record for members in self._members for record in members)

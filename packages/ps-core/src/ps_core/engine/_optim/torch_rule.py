@@ -46,7 +46,7 @@ class TorchRule:
             raise InvalidInput(f"{self.name} keeps {', '.join(names)}: at most {len(STATES)} states can be managed")
         self.kinds, self.states = len(names), dict(zip(names, STATES, strict=False))
         for stepper in self._steppers:
-            stepper.slots = {name: self.states[name] for name in stepper.slots}
+            stepper.use_slots(self.states)
 
     def _rows_of(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Return how many slots the states of these parameters take; raise `InvalidInput` if one cannot be trained."""

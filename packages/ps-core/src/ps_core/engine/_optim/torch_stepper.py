@@ -63,7 +63,7 @@ class TorchStepper:
         """True if the class needs a parameter in its shape; see [Note: whole tensors]."""
         self._dimensions: dict[int, dict[str, tuple[int | None, ...]]] = {}
         self.slots: dict[str, Kind] = {}
-        """Where the states of an element-wise class are; set once more by the rule whose groups share slots."""
+        """Where the states of an element-wise class are."""
         self._try()
 
     def __repr__(self) -> str:
@@ -84,6 +84,10 @@ class TorchStepper:
             found[name] = StatePlace(STATES[row], first, own)
             first += size
         return found
+
+    def use_slots(self, slots: Mapping[str, Kind]) -> None:
+        """Keep each state of an element-wise class where all groups have it."""
+        self.slots = {name: slots[name] for name in self.slots}
 
     def _dimensions_of(self, count: int) -> dict[str, tuple[int | None, ...]]:
         """Return which of a parameter's ``count`` dimensions each dimension of a state has; None: it is 1."""
