@@ -340,6 +340,30 @@ def unlike(each: Together, program: list[list[Pass]], precision: str, device_kib
     return why
 
 
+@pytest.mark.parametrize("device_kib", [None, 12, 40])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_plan_is_in_force_on_all_ranks_although_one_cannot_move_its_shards_yet(
+    precision: str, device_kib: int | None
+) -> None:
+    program = [[Pass((0, 1)), Pass((0, 1))] for _ in range(5)]
+    program[0][0] = Pass((0, 1), holds=True)  # until after the step in which the plan is made
+    run(2, unlike, program, precision, device_kib)
+
+
+def test_ranks_that_never_do_alike_do_not_plan_in_every_step() -> None:
+    def grows(each: Together) -> None:
+        model, optimizer = Case("cpu").made(each, 1)
+        for step in range(30):
+            model(torch.ones(1 + step, WIDTH)).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert statistics(model).replans == 10
+        release(model)
+
+    _, meeting = run(2, grows)
+    assert meeting.log.count("the recorded pass") == 8 + 3, "at once, then after 2, 4 and 8 steps"
+
+
 def both_trained(each: Together, precision: str) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any]]:
     """Ranks that follow a plan for experts 0 and 1, and one process that did the same."""
     fronts: list[tuple[nn.Module, Any]] = [
