@@ -64,9 +64,6 @@ class CheckedWorker:
         self._last = WorkMark(self._device, *self._device.worker_works(what, reads, writes, work))
         return self._last
 
-    def forget_failure(self) -> None:
-        """There is none: work that fails raises where it is done."""
-
     def close(self) -> None:
         self.synchronize()
 
