@@ -91,6 +91,8 @@ class TorchStepper:
 
     def _dimensions_of(self, count: int) -> dict[str, tuple[int | None, ...]]:
         """Return which of a parameter's ``count`` dimensions each dimension of a state has; None: it is 1."""
+        if count > len(_SIZES):
+            raise InvalidInput(f"{self.name} is tried with at most {len(_SIZES)} dimensions, found {count}")
         if count not in self._dimensions:
             sizes = _SIZES[:count]
             tensor = torch.ones(sizes, dtype=torch.float32, device="cpu")
