@@ -209,6 +209,12 @@ def test_a_thin_matrix_that_is_added_later_is_refused_and_has_room_after_chunked
     release(model)
 
 
+def test_a_parameter_of_more_dimensions_than_are_tried_is_refused_by_name() -> None:
+    model = nn.ParameterDict({"cube": nn.Parameter(torch.ones((2,) * 7))})
+    with pytest.raises(InvalidInput, match=r"'cube' has shape .*tried with at most 6 dimensions, found 7"):
+        chunked(model, TorchOptimizer(torch.optim.Adafactor))
+
+
 def test_several_processes_are_refused_by_name() -> None:
     class Ranks:
         process, processes, local_ranks = 0, 2, 2

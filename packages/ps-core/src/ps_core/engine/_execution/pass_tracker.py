@@ -239,7 +239,7 @@ class PassTracker:
     def take_activation(self, recording: object, name: str) -> None:
         """Note that an activation is copied back, if it was made in the pass that is on."""
         if self.recording is not None and recording is self.recording:
-            self.recording.activations.take(name, len(self.recording.moments) - 1)
+            self.recording.activations.note_taken(name, len(self.recording.moments) - 1)
 
     def _drive(self, records: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         recorder = self._counters.recorder

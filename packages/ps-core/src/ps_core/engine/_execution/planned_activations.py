@@ -2,10 +2,10 @@
 
 [Note: planned activations]
 To a plan an offloaded activation is an extent. It is made in one moment, in a slot of the compute tier, and it is taken
-in others. In between the plan may move it down and up, as it moves weights: on the same queues, in an order that is
-known. Autograd's tensors stay PyTorch's. While it is made the tensor is copied into the slot, and when backward asks
-for it the slot is copied to a new tensor. Both copies are the compute queue's. So a copy down runs beside the next
-moment. A copy up is over when the moment begins in which backward asks, which is one block before it is used.
+in others. In between the plan may move it down and up, as it moves weights: on the same queues, in a known order.
+Autograd's tensors stay PyTorch's. While it is made the tensor is copied into the slot. When backward asks for it the
+slot is copied to a new tensor. Both copies are the compute queue's. So a copy down runs beside the next moment. A copy
+up is over when the moment begins in which backward asks: one block before its use.
 
 A slot here has version 0 once it has the bytes; `Slot.mark_unread` takes that back.
 """

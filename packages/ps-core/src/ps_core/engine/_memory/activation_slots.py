@@ -1,8 +1,8 @@
 """Keep offloaded activations in slots below the compute tier, where no plan moves them.
 
 [Note: activations without a plan]
-Most activations are moved by the plan in force (`_execution.planned_activations`). These are not: those of passes on
-demand, of several ranks, of passes that left their plan, and the few that no plan can move.
+The plan in force moves most activations (`_execution.planned_activations`). It does not move those of passes on demand,
+of several ranks, and of passes that left their plan. A few can be moved by no plan.
 
 A copy to the host runs on the D2H queue, after the computation that made the tensor. The tensor must live until
 `ActivationSlots.finish_offloads`, where the compute queue waits for the copy. A copy back waits for what was computed

@@ -51,8 +51,9 @@ class Slot:
     place: FileExtent | None = None
     """On the disk: where in the file."""
     views: dict[ViewKey, MemoryView] = field(default_factory=dict)
-    """Views that were made here, for the next time: the arena's own dict for a slot within its block, since the next
-    slot there may be another. `Residency.bind` adds to it; freed with the memory."""
+    """Views that were made here, for the next time; freed with the memory. `Residency.bind` adds to it.
+
+    A slot within the arena's block has the arena's own dict, since the next slot there may be another."""
     work: WorkEvent | None = None
     """The end of the worker's work on this slot; None: that is known to be over."""
 

@@ -2,16 +2,16 @@
 
 [Note: piece by piece]
 An element-wise optimizer gives an element the same bits wherever its vector is cut. So neighbouring parameters are one
-vector here, a shard is stepped like a whole, and a step goes through its vector piece by piece: what PyTorch allocates
-meanwhile has the size of a few pieces. Whether a class is element-wise is tried on a small matrix, and not listed. The
-trial also tells the states: tensors of the parameter's shape have slots, and single values are kept for each parameter.
+vector here, and a shard is stepped like a whole. A step goes through its vector piece by piece, so what PyTorch
+allocates meanwhile has the size of a few pieces. Whether a class is element-wise is tried on a small matrix, and not
+listed. The trial also tells the states. Tensors of the parameter's shape have slots; single values are kept for each
+parameter.
 
 [Note: whole tensors]
-A class that is not element-wise, as Adafactor and Muon, is tried again on the whole matrix, and then gets each
-parameter in its shape. Its states may have other shapes. Those of a parameter are packed one after the other into the
+A class that is not element-wise, as Adafactor and Muon, is tried again on the whole matrix. Then it gets each parameter
+in its shape. Its states may have other shapes. Those of a parameter are packed one after the other into the
 parameter's elements of the first slots: Adafactor's sums of rows and columns take one slot together. A state's shape
-follows from the parameter's: a step of a small tensor, whose sizes all differ, tells which size each of its dimensions
-has.
+follows from the parameter's. A step of a small tensor, whose sizes all differ, tells the size of each dimension.
 
 [Note: first steps]
 PyTorch makes states within the first step, some from the gradient. So in the first step of a parameter each piece is
@@ -91,6 +91,8 @@ class TorchStepper:
 
     def _dimensions_of(self, count: int) -> dict[str, tuple[int | None, ...]]:
         """Return which of a parameter's ``count`` dimensions each dimension of a state has; None: it is 1."""
+        if count > len(_SIZES):
+            raise InvalidInput(f"{self.name} is tried with at most {len(_SIZES)} dimensions, found {count}")
         if count not in self._dimensions:
             sizes = _SIZES[:count]
             tensor = torch.ones(sizes, dtype=torch.float32, device="cpu")

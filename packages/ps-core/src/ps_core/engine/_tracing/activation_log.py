@@ -34,7 +34,7 @@ class ActivationLog:
         self.sizes[name], self.made[name], self.taken[name] = size_bytes, moment, {}
         return name
 
-    def take(self, name: str, moment: int) -> None:
+    def note_taken(self, name: str, moment: int) -> None:
         """Note that an activation is copied back in a moment."""
         self.taken[name][moment] = None
 
@@ -63,5 +63,5 @@ class ActivationLog:
         for number, moment in moments:
             log.made.update({activations[index].name: number for index in moment.makes})
             for index in moment.takes:
-                log.take(activations[index].name, number)
+                log.note_taken(activations[index].name, number)
         return log

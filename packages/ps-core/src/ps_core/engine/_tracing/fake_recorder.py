@@ -171,7 +171,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
     def take_activation(self, name: str) -> None:
         """Note that an activation is copied back."""
         if name:
-            self._activations.take(name, len(self._moments) - 1)
+            self._activations.note_taken(name, len(self._moments) - 1)
 
     def moved_activations(self) -> TracedActivations:
         """Return the activations that a plan of the pass moves."""

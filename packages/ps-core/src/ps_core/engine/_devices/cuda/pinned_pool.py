@@ -1,9 +1,9 @@
 """Blocks of pinned host memory, cut out of few large registrations with CUDA's runtime.
 
 [Note: pinned blocks]
-Registering memory takes as long as many copies of it, and undoing that waits for the whole device. So home slots are
-cut out of registrations that are made for all of them at once. A released block is kept for the next one of its size:
-a plan reserves and releases the same sizes in every step, so from its second step on nothing is registered, and nothing
+Registering memory takes as long as many copies of it. Undoing that waits for the whole device. So home slots are cut
+out of registrations that are made for all of them at once. A released block is kept for the next one of its size. A
+plan reserves and releases the same sizes in every step. So nothing is registered from its second step on, and nothing
 is ever unregistered. Only where no block of a size is left are neighbours joined and cut anew. What no block lies in is
 given back then, and when a plan has moved the home slots.
 """
