@@ -81,7 +81,7 @@ def binds_again(each: Together) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert len(passes[0]) == LAYERS
-    assert all(one is not None and one is other for one, other in zip(*passes, strict=True))
+    assert all(one is not None and one.view is other.view for one, other in zip(*passes, strict=True))
     views = [weakref.ref(bound.view) for bound in passes[0] if bound is not None]
     passes.clear()
     assert all(view() is not None for view in views)
