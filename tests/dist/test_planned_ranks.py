@@ -340,6 +340,46 @@ def unlike(each: Together, program: list[list[Pass]], precision: str, device_kib
     return why
 
 
+def cannot_move_yet(each: Together, case: Case) -> None:
+    """Rank 0 cannot move its shards as the plan is made, nor before the next pass."""
+    (model, optimizer), (single, reference) = case.made(each, 1), case.made(None, 2)
+    homes = hooks_of(model).engine.passes.scheduler._homes  # type: ignore[attr-defined]
+    move, tries = homes.move_to_plan, iter((False, False) if each.rank == 0 else ())
+    homes.move_to_plan = lambda plan: next(tries, True) and move(plan)
+    for step in range(5):
+        passed(model, step, each.rank, 2)
+        rounds = case.precision != "fp32"
+        adds_like(each.mesh, single, reference, partial(passed, single, step, count=2), 2, rounds=rounds)
+        for front in (optimizer, reference):
+            front.step()
+            front.zero_grad()
+        found, wanted = states(optimizer), states(reference)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert statistics(model).divergences == (each.rank == 0)
+    assert statistics(model).planned_passes == 4
+    release(model)
+    release(single)
+
+
+@pytest.mark.parametrize("case", [Case("cpu"), Case("emulated", "fp32", 45), Case("emulated", "bf16", 60)])
+def test_a_plan_is_in_force_on_all_ranks_although_one_cannot_move_its_shards_yet(case: Case) -> None:
+    run(2, cannot_move_yet, case)
+
+
+def test_ranks_that_never_do_alike_do_not_plan_in_every_step() -> None:
+    def grows(each: Together) -> None:
+        model, optimizer = Case("cpu").made(each, 1)
+        for step in range(30):
+            model(torch.ones(1 + step, WIDTH)).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert statistics(model).replans == 10
+        release(model)
+
+    _, meeting = run(2, grows)
+    assert meeting.log.count("the recorded pass") == 8 + 3, "at once, then after 2, 4 and 8 steps"
+
+
 def both_trained(each: Together, precision: str) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any]]:
     """Ranks that follow a plan for experts 0 and 1, and one process that did the same."""
     fronts: list[tuple[nn.Module, Any]] = [

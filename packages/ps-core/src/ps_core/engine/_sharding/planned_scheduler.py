@@ -170,7 +170,7 @@ class RanksScheduler(PlanScheduler):
         mine = [each for each in (self._source, self._found) if each is not None]
         self._found = None
         self._plans_made += 1
-        self._steps_until_plan = 2 ** max(0, self._plans_made - _PLANS_AT_ONCE)
+        self._steps_until_plan = 2 ** max(0, self._plans_made - _PLANS_AT_ONCE + 1)
         assert isinstance(self._asking, RanksPlanRequest), "`_request` made it"
         texts = exchange_texts(self._together, self._asking.to_text(mine), "the recorded pass")
         combined = self._asking.combine(texts)
