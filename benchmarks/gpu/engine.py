@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,8 +39,8 @@ class Group:
     steps: int = 3
     """In a turn."""
     limit_s: float = 150.0
-    profile: bool = False
-    """True: one more step of each, under PyTorch's profiler."""
+    profiled: int = 0
+    """So many more steps of each, under the engine's profiler."""
 
 
 B13: dict[str, int] = {"layers": 24, "hidden": 2048}
@@ -64,11 +64,15 @@ GROUPS = (
     )),
 )  # fmt: skip
 SIZES = (
-    Case(name="engine, 1.3B in 30 GiB", how="engine", device_bytes=30 * GIB, host_bytes=32 * GIB, tiled=True, **B13),
-    Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, tiled=True, **B13),
-    Case(name="engine, 6.7B in 24 GiB", how="engine", device_bytes=24 * GIB, host_bytes=104 * GIB, tiled=True, **B67),
-)
-"""Three steps of each, and one that is profiled."""
+    Case(name="engine, 1.3B in 30 GiB", how="engine", device_bytes=30 * GIB, host_bytes=32 * GIB, **B13),
+    Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, **B13),
+    Case(name="engine, 6.7B in 24 GiB", how="engine", device_bytes=24 * GIB, host_bytes=104 * GIB, **B67),
+    Case(name="engine, 1.3B in 12 GiB, steps within backward", how="engine", device_bytes=12 * GIB,
+         host_bytes=32 * GIB, in_backward=True, **B13),
+    Case(name="engine, 6.7B in 24 GiB, steps within backward", how="engine", device_bytes=24 * GIB,
+         host_bytes=104 * GIB, in_backward=True, **B67),
+)  # fmt: skip
+"""Three steps of each, and three that are profiled."""
 COMPARED = (
     Group(limit_s=150.0, cases=(
         Case(name="engine, 1.3B, all fits", how="engine", device_bytes=40 * GIB, host_bytes=8 * GIB, **B13),
@@ -79,8 +83,12 @@ COMPARED = (
         Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, **B13),
         Case(name="torchao's CPUOffloadOptimizer, 1.3B", how="torchao", warm_ups=2, **B13),
     )),
+    Group(limit_s=200.0, cases=(
+        Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, **B13),
+        Case(name="DeepSpeed, ZeRO 2 with CPU offload, 1.3B", how="deepspeed", warm_ups=2, **B13),
+    )),
 )  # fmt: skip
-"""Besides `GROUPS`; torchao has to be carried to the card, and is passed over where it cannot be imported."""
+"""Besides `GROUPS`; torchao and DeepSpeed have to be carried to the card, and are passed over where they are not."""
 SMALL: dict[str, int] = {"layers": 2, "hidden": 64, "batch": 2, "length": 32, "vocabulary": 128}
 DRY = (
     Group(turns=2, steps=1, limit_s=800.0, cases=(
@@ -91,7 +99,9 @@ DRY = (
     )),
 )  # fmt: skip
 DRY_SIZES = (
-    Case(name="engine, dry", how="engine", device_bytes=2**21, on="emulated", tiled=True, **SMALL),
+    Case(name="engine, dry", how="engine", device_bytes=2**21, on="emulated", **SMALL),
+    Case(name="engine, dry, steps within backward", how="engine", device_bytes=2**21, on="emulated", in_backward=True,
+         **SMALL),
 )  # fmt: skip
 DRY_COMPARED = (
     Group(turns=1, steps=1, limit_s=800.0, cases=(
@@ -183,8 +193,8 @@ def together(group: Group, limit_s: float) -> list[Row]:
                 if done:
                     worker.row["turns_s"].append(done["step_s"])
                     worker.row["losses"] = done["losses"]
-        for worker in workers if group.profile else ():
-            worker.row["profile"] = worker.ask("profile", end).get("profile", "")
+        for worker in workers if group.profiled else ():
+            worker.row |= worker.ask(f"profile {group.profiled}", end)
         for worker in workers:
             worker.row |= worker.ask("facts", end)
     finally:
@@ -258,7 +268,7 @@ def largest(limit_s: float, keep: Callable[[list[Row]], None]) -> list[Row]:
     while layers and (left := end - time.monotonic()) > 60:
         case = Case(
             name=f"engine, {layers} layers of {LARGEST_HIDDEN}, all there is", how="engine", layers=layers,
-            hidden=LARGEST_HIDDEN, host_bytes=host_bytes(), warm_ups=2, tiled=True,
+            hidden=LARGEST_HIDDEN, host_bytes=host_bytes(), warm_ups=2,
         )  # fmt: skip
         rows += together(Group(cases=(case,), turns=1, steps=1, limit_s=left), left)
         show(rows[-1:])
@@ -268,24 +278,31 @@ def largest(limit_s: float, keep: Callable[[list[Row]], None]) -> list[Row]:
     return rows
 
 
-def sizes(cases: Sequence[Case], limit_s: float, keep: Callable[[list[Row]], None]) -> list[Row]:
-    """Each case by itself: three steps after those that warm it up, then one under the profiler."""
+def sizes(cases: Sequence[Case], limit_s: float, keep: Callable[[list[Row]], None], folder: Path) -> list[Row]:
+    """Each case by itself: three steps after those that warm it up, then three under the engine's profiler.
+
+    Plans are made with what calibration has left in the folder, and timelines are written there.
+    """
     rows: list[Row] = []
-    end = time.monotonic() + limit_s
-    for case in cases:
+    end, machine = time.monotonic() + limit_s, folder / "machine.toml"
+    for index, case in enumerate(cases):
         if (left := end - time.monotonic()) < 30:
             break
-        rows += together(Group(cases=(case,), turns=1, steps=3, limit_s=left, profile=True), left)
+        told = replace(
+            case, machine=str(machine) if machine.is_file() else None, timeline=str(folder / f"timeline-{index}")
+        )
+        rows += together(Group(cases=(told,), turns=1, steps=3, limit_s=left, profiled=3), left)
         show(rows[-1:])
-        print(rows[-1].get("profile", "not profiled"), flush=True)
+        for name, found in rows[-1].get("profile", {}).items():
+            print(f"{name}: {found['said']}", flush=True)
         keep(rows)
     return rows
 
 
 def carried(groups: Sequence[Group]) -> list[Group]:
     """Leave out what needs a package that is not there."""
-    missing = {"torchao"} if find_spec("torchao") is None else set()
-    for name in missing:
+    missing = {name for name in ("torchao", "deepspeed") if find_spec(name) is None}
+    for name in sorted(missing):
         print(f"{name} is not installed: not compared")
     return [group for group in groups if not missing & {case.how for case in group.cases}]
 
@@ -307,7 +324,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=400.0, help="for everything together")
     parser.add_argument("--largest", action="store_true", help="only how large a model can be")
-    parser.add_argument("--sizes", action="store_true", help="only three steps of a few sizes, one of them profiled")
+    parser.add_argument("--sizes", action="store_true", help="only a few sizes, each profiled")
     parser.add_argument("--compared", action="store_true", help="only the comparisons that need other packages")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU: shows that this runs")
     options = parser.parse_args()
@@ -320,7 +337,8 @@ def main() -> int:
     if options.largest and not options.dry_run:
         rows = largest(options.seconds, keep)
     if options.sizes:
-        rows = sizes(DRY_SIZES if options.dry_run else SIZES, options.seconds, keep)
+        folder = Path() if options.json is None else options.json.parent
+        rows = sizes(DRY_SIZES if options.dry_run else SIZES, options.seconds, keep, folder)
     groups: Sequence[Group] = DRY if options.dry_run else GROUPS
     if options.compared:
         groups = carried(DRY_COMPARED if options.dry_run else COMPARED)

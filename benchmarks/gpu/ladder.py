@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -38,8 +39,8 @@ def versions() -> None:
         free, whole = torch.cuda.mem_get_info()
         found = torch.cuda.get_device_properties(0)
         facts |= {"device": found.name, "capability": f"{found.major}.{found.minor}", "free": free, "whole": whole}
-        facts["driver"] = torch._C._cuda_getDriverVersion()
-        facts["runtime of cupy"] = importlib.import_module("cupy").cuda.runtime.runtimeGetVersion()
+        cuda = importlib.import_module("cupy").cuda.runtime
+        facts |= {"driver": cuda.driverGetVersion(), "runtime of cupy": cuda.runtimeGetVersion()}
     memory = Path("/proc/meminfo").read_text("ascii").splitlines()
     facts |= dict(line.split(":")[:2] for line in memory if line.startswith(("MemTotal", "MemAvailable")))
     print(json.dumps({key: value.strip() if isinstance(value, str) else value for key, value in facts.items()}))
@@ -150,10 +151,10 @@ ROOMY = 16 * MIB
 
 
 def tiny() -> None:
-    """Train a tiny model: one pass to record, then steps by a plan; the losses are a plain loop's."""
+    """Train a tiny model: steps by a plan, once a card's memory is known; the losses are a plain loop's."""
     on = of_tests()
-    run = on.train(on.ADAMW, ROOMY, steps=5, precision="bf16", max_grad_norm=0.5)
-    plain = on.train_plain(on.ADAMW, "bf16", max_grad_norm=0.5, steps=5)
+    run = on.train(on.ADAMW, ROOMY, steps=7, precision="bf16", max_grad_norm=0.5)
+    plain = on.train_plain(on.ADAMW, "bf16", max_grad_norm=0.5, steps=7)
     print(run.statistics.planned_passes, run.losses)
     assert run.statistics.planned_passes >= 4, "four steps by a plan"
     assert run.losses == plain.losses, f"a plain loop: {plain.losses}"
@@ -170,6 +171,61 @@ def tight() -> None:
         print(how, f"{least:,} bytes", runs[0].statistics.moved_bytes)
         assert not wrong, wrong
         assert runs[0].statistics.evictions > 0, "nothing was evicted"
+
+
+def in_backward() -> None:
+    """Step groups within backward, in hardly any memory and with room: the bits are those of steps behind it."""
+    on = of_tests()
+    from ps_core import Options
+
+    early = Options(group_bytes=32 * 1024, poison=True, step="in_backward")
+    expected = on.train(on.ADAMW, ROOMY, precision="bf16", steps=6)
+    for size in (on.tight(), ROOMY):
+        run = on.train(on.ADAMW, size, precision="bf16", steps=6, options=early)
+        run.norms = expected.norms  # it keeps no gradient to measure them
+        wrong = expected.differs(run)
+        print(f"{size:,} bytes", run.statistics.planned_passes, run.losses)
+        assert not wrong, wrong
+        assert run.statistics.planned_passes >= 3
+
+
+def torch_optimizer() -> None:
+    """Train with an optimizer of PyTorch's: states on the card are stepped there, others on the processor."""
+    on = of_tests()
+    from ps_core import TorchOptimizer
+
+    spec = TorchOptimizer(torch.optim.NAdam, lr=1e-3)
+    roomy, tight = (on.train(spec, size, precision="bf16", max_grad_norm=0.5) for size in (ROOMY, on.tight()))
+    print(roomy.losses, tight.losses, roomy.on_device, tight.on_device)
+    assert roomy.on_device > tight.on_device
+    apart = max(abs(one - other) for one, other in zip(roomy.losses, tight.losses, strict=True))
+    assert apart < 0.02 * roomy.losses[0], f"the losses are {apart:.3f} apart: a card only rounds otherwise"
+
+
+def profile() -> None:
+    """Profile steps of a plan: every queue has the plan's work, and the trace is there to be opened."""
+    on = of_tests()
+    from ps_core.engine import profiled
+
+    torch.manual_seed(3)
+    with on.managed(on.Model(), on.ADAMW, on.tight(), precision="bf16") as (model, optimizer, _):
+        for index in range(3):
+            on.train_step(model, optimizer, index)
+        with profiled(model) as seen:
+            for index in range(3, 6):
+                on.train_step(model, optimizer, index)
+        times = seen.summary(1), seen.summary(1, planned=True)
+        for name, found in zip(("measured", "planned"), times, strict=True):
+            print(f"{name}: {found.seconds:.5f} s a step, of which the device idles {found.idle_share:.0%}")
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace.json"
+            seen.chrome_trace(trace)
+            events = json.loads(trace.read_text("utf-8"))["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"measured", "planned"}
+    rows = [{queue: [each.name for each in pieces if each.queue is queue] for queue in {p.queue for p in pieces}}
+            for pieces in (seen.measured, seen.planned)]  # fmt: skip
+    assert rows[0] == rows[1], "the work is the plan's, in its order"
+    assert all(piece.end_s >= piece.begin_s for piece in seen.measured)
 
 
 def out_of_memory() -> None:
@@ -201,14 +257,15 @@ def side_stream() -> None:
     """Train on streams that take turns: the losses are those of one stream."""
     on = of_tests()
     expected = on.train(on.ADAMW, on.tight(), precision="bf16").losses
+    losses, runtime = [], on.new_runtime()
+    streams = [runtime.stream(), runtime.stream(), runtime.current()]
+    if DRY:
+        for index, stream in enumerate(streams):
+            stream.name = f"compute {index}"  # work of PyTorch's, which the played device does at once
+    else:
+        on.warm_up(*streams)  # cuBLAS has a workspace for each
     torch.manual_seed(3)
-    losses = []
-    with on.managed(on.Model(), on.ADAMW, on.tight(), precision="bf16") as (model, optimizer, device):
-        runtime = device._runtime
-        streams = [runtime.stream(), runtime.stream(), runtime.current()]
-        if DRY:
-            for index, stream in enumerate(streams):
-                stream.name = f"compute {index}"  # work of PyTorch's, which the played device does at once
+    with on.managed(on.Model(), on.ADAMW, on.tight(), precision="bf16", runtime=runtime) as (model, optimizer, _):
         for index in range(on.STEPS):
             stream = streams[index % 3]
             if not DRY:
@@ -247,6 +304,9 @@ RUNGS: dict[str, tuple[Callable[[], None], int]] = {
     "order": (order, 15),
     "tiny": (tiny, 20),
     "tight": (tight, 40),
+    "in backward": (in_backward, 30),
+    "torch optimizer": (torch_optimizer, 30),
+    "profile": (profile, 20),
     "out of memory": (out_of_memory, 20),
     "side stream": (side_stream, 20),
     "GPT": (gpt, 40),

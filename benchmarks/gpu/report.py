@@ -33,6 +33,7 @@ def report(folders: Sequence[Path], day: str) -> str:
         if summary.get("device") is False or kernels.get("device") == "none":
             lines += ["**DRY RUN: no device was there, or it was not used. The figures mean nothing.**", ""]
     lines += how(folders, kernels, statuses)
+    lines += [line for folder in folders for line in of_ladder(folder)]
     lines += of_kernels(kernels.get("rows", []))
     for title, name in (
         ("Sizes", "sizes.json"),
@@ -41,7 +42,8 @@ def report(folders: Sequence[Path], day: str) -> str:
         ("How large a model can be", "largest.json"),
     ):
         rows: list[Row] = [row for folder in folders for row in read(folder / name) or []]
-        lines += of_trainings(title, list({row["name"]: row for row in rows}.values()))
+        last = list({row["name"]: row for row in rows}.values())
+        lines += of_trainings(title, last) + of_timelines(last)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -67,6 +69,25 @@ def how(folders: Sequence[Path], kernels: Row, statuses: Row) -> list[str]:
         ]
     said = ", ".join(f"{name} {'passed' if code == 0 else f'ended with {code}'}" for name, code in statuses.items())
     return [*lines, f"Parts: {said or 'none ended'}.", ""]
+
+
+def of_ladder(folder: Path) -> list[str]:
+    """What the ladder said, in the log of all parts."""
+    path = folder / "log.txt"
+    said = path.read_text("utf-8", "replace") if path.is_file() else ""
+    _, begun, rest = said.partition("== ladder\n")
+    return ["## Ladder", "", "```text", rest.partition("\n== ")[0].rstrip(), "```", ""] if begun else []
+
+
+def of_timelines(rows: list[Row]) -> list[str]:
+    """Where a step's time went, and where the simulator said that it goes."""
+    table = []
+    for row in rows:
+        for which, found in (row.get("profile") or {}).items():
+            idle = ", ".join(f"{cause} {s * 1e3:.1f}" for cause, s in found["idle_s"].items() if s * 1e3 >= 0.1)
+            table.append((row["name"], which, f"{found['seconds'] * 1e3:.1f}", f"{found['busy_s'] * 1e3:.1f}", idle))
+    head = ("one step, ms", "", "step", "device works", "device waits for")
+    return [*markdown(head, table), ""] if table else []
 
 
 def of_kernels(rows: list[Row]) -> list[str]:

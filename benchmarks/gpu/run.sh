@@ -6,7 +6,9 @@
 # that this shows.
 # PARTS names some of "ladder calibration sizes training compared tests kernels engine ranks sanitizer largest" (default:
 # all, in this order). All together take at most LIMIT seconds (default: 570); parts for which no time is left are named
-# at the end, for another call. The ladder is a row of short checks; where one fails, no part comes after it.
+# at the end, for another call. The ladder is a row of short checks; where one fails, no part comes after it. Three calls
+# of ten minutes: PARTS="ladder calibration sizes tests", "training compared kernels", "engine ranks sanitizer largest".
+# Of sizes, timeline-*.json open in Perfetto, with what was measured and what was planned; timeline-*.svg show one step.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 python=${PYTHON:-python3}
@@ -59,7 +61,8 @@ part() {
     timeout -s INT -k 10 "$limit" "$@" >"$scratch/$name.log" 2>&1
     code=$?
     { echo "== $name"; cat "$scratch/$name.log"; } >>"$out/log.txt"
-    tail -n 12 "$scratch/$name.log" | cut -c 1-400
+    if [ "$code" -eq 0 ]; then lines=12; else lines=60; fi
+    tail -n "$lines" "$scratch/$name.log" | cut -c 1-400
     [ "$code" -eq 124 ] || [ "$code" -eq 137 ] && echo "$name: stopped after $limit s"
     [ "$code" -ne 0 ] && echo "$name: exit status $code" && status=1
     parts="$parts${parts:+, }\"$name\": $code"

@@ -1,6 +1,7 @@
 """One training in a process of its own, which takes steps when it is told to: ``engine.py`` starts and asks it.
 
-Told ``turn 3``, it takes three steps, waits for the device, and answers with a line of JSON behind ``@@``.
+Told ``turn 3``, it takes three steps, waits for the device, and answers with a line of JSON behind ``@@``. Weights
+repeat one random block, for drawing all of them takes longer than the steps that are timed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ class Case:
     name: str
     how: str
     """``engine``, ``plain`` (all on the device), ``masters`` (so, computed in bf16 beside fp32 masters), ``fsdp2``
-    (PyTorch's own offloading to the CPU) or ``torchao`` (bf16, the optimizer on the CPU)."""
+    (PyTorch's own offloading to the CPU), ``torchao`` or ``deepspeed`` (bf16, the optimizer on the CPU)."""
     layers: int
     hidden: int
     device_bytes: int | None = None
@@ -44,8 +46,12 @@ class Case:
     reshard: bool = True
     """FSDP2: whether weights come anew for backward; kept on the device they are copied there once a step."""
     checkpoint: bool = True
-    tiled: bool = False
-    """Weights repeat one random block: drawing them all takes longer than the steps that are timed."""
+    in_backward: bool = False
+    """The engine's steps within backward, for which gradients are not clipped."""
+    machine: str | None = None
+    """The engine's machine file; None: built-in rates."""
+    timeline: str | None = None
+    """Where to write the timelines of steps that are profiled, without the ending."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,8 @@ class Training:
     step: Callable[[torch.Tensor], float]
     """Forward, backward, clipping, optimizer; returns the loss, for which it waits."""
     facts: Callable[[], Row]
+    model: Any
+    """As the engine has it, or any other."""
 
 
 def build(case: Case, on: str) -> Any:
@@ -68,9 +76,14 @@ def build(case: Case, on: str) -> Any:
     )
 
 
+@cache
+def numbers() -> torch.Tensor:
+    return torch.randn(2**22, generator=torch.Generator().manual_seed(0))
+
+
 def tile(weight: torch.Tensor, mean: float = 0.0, std: float = 1.0, generator: object = None) -> torch.Tensor:
     """Fill a weight as ``torch.nn.init.normal_`` does, with copies of one block of 2**22 numbers."""
-    block = torch.randn(2**22, generator=torch.Generator().manual_seed(0)).mul_(std).add_(mean)
+    block = numbers() * std + mean
     with torch.no_grad():
         for part in weight.view(-1).split(block.numel()):
             part.copy_(block[: part.numel()])
@@ -90,12 +103,14 @@ def check(case: Case, where: torch.device) -> None:
 
 
 def with_engine(case: Case, where: torch.device) -> Training:
-    from ps_core import AdamW, Budget
+    from ps_core import AdamW, Budget, Options
     from ps_core.engine import chunked, statistics
 
+    step_when = "in_backward" if case.in_backward else "after_backward"
     model, optimizer = chunked(
         build(case, "meta"), AdamW(lr=1e-4), device=case.on,
-        budget=Budget(device=case.device_bytes, host=case.host_bytes), max_grad_norm=1.0,
+        budget=Budget(device=case.device_bytes, host=case.host_bytes), max_grad_norm=None if case.in_backward else 1.0,
+        options=Options(machine=case.machine, step=step_when),
     )  # fmt: skip
     assert optimizer is not None
 
@@ -109,7 +124,7 @@ def with_engine(case: Case, where: torch.device) -> Training:
     def facts() -> Row:
         return {"statistics": statistics(model).as_dict()}
 
-    return Training(parameters=sum(p.numel() for p in model.parameters()), step=step, facts=facts)
+    return Training(parameters=sum(p.numel() for p in model.parameters()), step=step, facts=facts, model=model)
 
 
 def with_torch(model: Any, where: torch.device, *, autocast: bool) -> Training:
@@ -130,7 +145,7 @@ def trained(model: Any, optimizer: Any, where: torch.device, *, autocast: bool, 
         optimizer.zero_grad()
         return float(loss.detach())
 
-    return Training(parameters=sum(p.numel() for p in model.parameters()), step=step, facts=dict)
+    return Training(parameters=sum(p.numel() for p in model.parameters()), step=step, facts=dict, model=model)
 
 
 def with_plain(case: Case, where: torch.device) -> Training:
@@ -198,17 +213,48 @@ def with_torchao(case: Case, where: torch.device) -> Training:
     return trained(model, made, where, autocast=False, clips=False)  # its hooks have copied the gradients by then
 
 
-def profiled_step(training: Training, case: Case, where: torch.device) -> Row:
-    """Take one step under PyTorch's profiler; return what took longest, as a table."""
-    from torch.profiler import ProfilerActivity, profile
+def with_deepspeed(case: Case, where: torch.device) -> Training:
+    """ZeRO stage 2: bf16 weights and gradients on the device; masters and states on the CPU, which steps."""
+    import deepspeed
 
-    on_card = where.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_card else [])]
-    generator = torch.Generator().manual_seed(2)
-    with profile(activities=activities) as seen:
-        row = turn(training, case, where, 1, generator)
-    key = "self_device_time_total" if on_card else "self_cpu_time_total"
-    return {"profile": seen.key_averages().table(sort_by=key, row_limit=12, max_name_column_width=60), **row}
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("PS_PORT", "29541"))
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    model = build(case, "cpu")
+    told = {
+        "train_micro_batch_size_per_gpu": case.batch,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    }
+    made, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=told)
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = made(tokens, labels=tokens).loss
+        made.backward(loss)
+        made.step()
+        return float(loss.detach())
+
+    return Training(parameters=sum(p.numel() for p in model.parameters()), step=step, facts=dict, model=made)
+
+
+def profiled_steps(training: Training, case: Case, where: torch.device, steps: int) -> Row:
+    """Take steps of the engine under its profiler: times of the middle one, measured and planned, and timelines.
+
+    The first step finds nothing left of a step before it, and nothing comes behind the last one.
+    """
+    from ps_core.engine import profiled
+
+    with profiled(training.model) as seen:
+        turn(training, case, where, steps, torch.Generator().manual_seed(2))
+    middle = steps // 2
+    times = {"measured": seen.summary(middle)}
+    if seen.planned:
+        times["planned"] = seen.summary(middle, planned=True)
+    if case.timeline is not None:
+        seen.chrome_trace(f"{case.timeline}.json")
+        seen.svg(f"{case.timeline}.svg", step=middle)
+    return {name: asdict(found) | {"said": str(found)} for name, found in times.items()}
 
 
 def turn(training: Training, case: Case, where: torch.device, steps: int, generator: torch.Generator) -> Row:
@@ -225,6 +271,7 @@ def turn(training: Training, case: Case, where: torch.device, steps: int, genera
 
 WAYS: dict[str, Callable[[Case, torch.device], Training]] = {
     "engine": with_engine, "plain": with_plain, "masters": with_masters, "fsdp2": with_fsdp2, "torchao": with_torchao,
+    "deepspeed": with_deepspeed,
 }  # fmt: skip
 
 
@@ -234,8 +281,7 @@ def main() -> None:
     if where.type == "cuda":
         torch.cuda.set_device(where)
     start = time.perf_counter()
-    if case.tiled:
-        torch.nn.init.normal_ = tile  # type: ignore[assignment]
+    torch.nn.init.normal_ = tile  # type: ignore[assignment]
     training = WAYS[case.how](case, where)
     answer({"parameters": training.parameters, "built_s": time.perf_counter() - start})
     generator, first = torch.Generator().manual_seed(1), True
@@ -248,7 +294,7 @@ def main() -> None:
             first = False
             answer(row)
         elif word == "profile":
-            answer(profiled_step(training, case, where))
+            answer({"profile": profiled_steps(training, case, where, int(count))})
         elif word == "facts":
             peak = torch.cuda.max_memory_reserved() if where.type == "cuda" else None
             answer({"reserved_peak_bytes": peak, **training.facts()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,11 @@ from _cases import finish
 from _fake_cuda import FakeRuntime
 from _reference import Loop, Make, Settings, differences, plain
 from _runs import HOST, check_same, chunked_model, managed, stand_in, tightest
-from ps_core import AdamW, Budget, DoesNotFit, Options
-from ps_core._plan import Copy, Queue
+from ps_core import AdamW, Budget, DoesNotFit, Options, PlanMismatch
+from ps_core._plan import Copy, Queue, slots_of
 from ps_core._planner.search import Planned
-from ps_core._program import Kind
+from ps_core._program import Kind, SegmentName
+from ps_core._verify import verify
 from ps_core.engine import offloaded, statistics, trace
 from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._execution.hooks import hooks_of
@@ -158,6 +160,25 @@ def test_what_moves_is_what_was_planned() -> None:
         assert copies(plan, Queue.D2H) == copies(plan, Queue.H2D) == 5
         assert len(plan.program.trace.activations) == BLOCKS
         assert hooks_of(model).engine.activations.bytes == 0
+
+
+def test_the_checker_refuses_a_plan_with_a_wait_less() -> None:
+    """Of every instruction that touches an activation's slot: it is not used again while its bytes are wanted."""
+    with chunked_model(Net(), **told(SMALL)) as (model, optimizer):
+        step(model, optimizer, 0)
+        plan = planned(model)
+    segment = plan.plan.segment(SegmentName.MICRO_LAST)
+    moves = [each.op for each in segment.instrs if isinstance(each.op, Copy) and each.op.extent.kind is Kind.ACT]
+    slots = {slot for move in moves for slot in slots_of(move)}
+    touching = [each for each in segment.instrs if each.after and slots.intersection(slots_of(each.op))]
+    assert len(touching) > 20
+    for one in touching:
+        broken = replace(
+            segment, instrs=tuple(replace(each, after=()) if each is one else each for each in segment.instrs)
+        )
+        others = tuple(broken if each is segment else each for each in plan.plan.segments)
+        with pytest.raises(PlanMismatch, match=f"instruction {one.id} "):
+            verify(plan.program, replace(plan.plan, segments=others))
 
 
 def test_where_all_fits_nothing_moves() -> None:

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 import _models as models
 from _cases import ADAMW, finish, next_token, rows, square, tokens
+from _fake_cuda import FakeRuntime
 from _reference import Make, Settings
 from _runs import check_under_the_tightest_budget, chunked_model
 from ps_core import Budget, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
+from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 
 pytestmark = [  # of PyTorch's own making
@@ -213,20 +215,23 @@ def test_a_model_compiled_later_is_refused_with_the_remedy(how: str) -> None:
             finish(optimizer)
 
 
+@pytest.mark.parametrize("device", ["emulated", "played CUDA"])
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 @pytest.mark.parametrize("told", [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": GRAPHS}])
-def test_blocks_compiled_to_cuda_graphs_are_refused_by_name(told: dict[str, Any], how: str) -> None:
+def test_blocks_compiled_to_cuda_graphs_are_refused_by_name(told: dict[str, Any], how: str, device: str) -> None:
     """Before ``chunked``, which changes nothing, and after it; where nothing ever moves they may stay."""
-    made = [models.Language() for _ in range(3)]
+    made, runtime = [models.Language() for _ in range(3)], FakeRuntime(1)
+    told_device: Any = CudaDevice(runtime) if "CUDA" in device else device
     for model in made[:2]:
         graphs(model, how, told)
     said = r"'blocks.1' is compiled to CUDA graphs .* mode='default'"
     with pytest.raises(UnsupportedParameter, match=said):
-        chunked(made[0], ADAMW, device="emulated", budget=Budget(device="1MiB", host="64MiB"))
+        chunked(made[0], ADAMW, device=told_device, budget=Budget(device="1MiB", host="64MiB"))
     assert all(type(parameter) is nn.Parameter for parameter in made[0].parameters())
     with chunked_model(made[1], device="cpu", budget=Budget(host="64MiB")) as (model, _):
         assert model is made[1]
-    with chunked_model(made[2]) as (model, _):
+    budget = Budget(device="1MiB", host="64MiB")
+    with runtime, chunked_model(made[2], device=told_device, budget=budget) as (model, _):
         next_token(model, *tokens(0)).backward()
         graphs(model, how, told)
         with pytest.raises(UnsupportedParameter, match=said):

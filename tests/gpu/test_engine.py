@@ -154,7 +154,8 @@ def test_out_of_memory_loses_one_step_and_nothing_else(where: str) -> None:
                 optimizer.zero_grad()
             losses.append(on.train_step(model, optimizer, index))
         assert device._owned.bytes < arena, "the next plan leaves more room"
-        assert statistics(model).planned_passes >= 3
+        # On a card the first pass may take more than was foreseen on the CPU's operators.
+        assert statistics(model).planned_passes >= (3 if on.FAKE else 1)
     assert losses == expected.losses
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -219,7 +220,7 @@ def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
         *("tests", "exercise", "kernels", "engine", "ranks", "sanitizer"),
     )
     log = (tmp_path / "out/log.txt").read_text("utf-8")
-    assert "ladder: all 9 rungs hold" in log
+    assert "ladder: all 12 rungs hold" in log
     assert json.loads((tmp_path / "out/summary.json").read_text("utf-8")) == {
         "device": False,
         "exit_status": {**dict.fromkeys(names, 0), "calibration": int(busy)},
@@ -237,11 +238,16 @@ def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} | {"machine.toml"} == {
         "compared.json", "kernels.json", "log.txt", "machine.toml", "machine.txt", "report.md", "sizes.json",
         "summary.json", "training.json",
+        *(f"timeline-{index}.{kind}" for index in (0, 1) for kind in ("json", "svg")),
     }  # fmt: skip
+    sizes = json.loads((tmp_path / "out/sizes.json").read_text("utf-8"))
+    assert all({"measured", "planned"} == each["profile"].keys() for each in sizes)
     assert (tmp_path / "out/machine.toml").exists() is not busy
     report = (tmp_path / "out/report.md").read_text("utf-8")
     assert "DRY RUN" in report
     assert "| adam, bf16 in and out |" in report
+    assert "ladder: all 12 rungs hold" in report
+    assert re.search(r"^\| engine, dry, steps within backward \| planned \| [\d.]+ \|", report, re.MULTILINE)
     assert "| FSDP2 with CPU offload, dry |" in report
 
 

@@ -96,10 +96,36 @@ def test_a_rung_that_hangs_is_stopped(script: Any, monkeypatch: pytest.MonkeyPat
     assert said == ["begun", "stopped after 5 s"]
 
 
-@pytest.mark.parametrize("way", ["masters", "torchao"])
+class DeepSpeedEngine:
+    """As DeepSpeed's engine is called; it trains in the model's own precision."""
+
+    def __init__(self, model: Any, config: dict[str, Any]) -> None:
+        assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+        self._model, told = model, config["optimizer"]
+        self._optimizer = getattr(torch.optim, told["type"])(model.parameters(), **told["params"])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["masters", "torchao", "deepspeed"])
 def test_other_ways_to_train_lower_the_loss(script: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """torchao's optimizer, which needs a card, is played by the one that it wraps."""
+    """torchao's optimizer, which needs a card, is played by the one that it wraps; DeepSpeed by a plain loop."""
     trainer = script("trainer")
+
+    def initialize(*, model: Any, model_parameters: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+        return DeepSpeedEngine(model, config), None, None, None
+
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that what the script sets is undone
     optim = SimpleNamespace(CPUOffloadOptimizer=lambda parameters, kind, **options: kind(parameters, **options))
     monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(optim=optim))
     monkeypatch.setitem(sys.modules, "torchao.optim", optim)

@@ -97,7 +97,7 @@ def test_both_step_times_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """The one that governs is the engine's, and what the plan would allow stands beside it."""
     where = ("--device-memory", "8GiB", "--host-memory", "32GiB", "--machine", "rtx4060", "--gpus", "1")
     _, found = document(capsys, "plan", "gpt-1b", *where)
-    assert 1.1 * found["bound_step_time_s"] < found["step_time_s"]
+    assert 1.09 * found["bound_step_time_s"] < found["step_time_s"]
     assert found["tokens_per_s"] == pytest.approx(4096 / found["step_time_s"])
     assert sum(found["phases_s"].values()) == pytest.approx(found["step_time_s"])
     _, out, _ = run(capsys, "plan", "gpt-1b", *where)

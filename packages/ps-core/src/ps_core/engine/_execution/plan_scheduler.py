@@ -175,6 +175,9 @@ class PlanScheduler:
                 if self._caps:
                     self._caps = False
                     store.device.cap_allocator(None)
+                    log_line(
+                        f"{self._model_name}: no plan leaves more room, so PyTorch's allocator has no cap any more"
+                    )
 
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plan the first pass from a fake one, where the model allows that; otherwise it runs on demand."""

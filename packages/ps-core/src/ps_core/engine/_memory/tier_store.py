@@ -341,7 +341,7 @@ class Arena:
             return
         saved = [(slot, slot.in_host_memory()) for slot in self._slots if slot.offset < max(end, self._memory.numel())]
         for slot, _ in saved:
-            slot.memory = slot.memory.new_empty(0)
+            slot.memory, slot.views = slot.memory.new_empty(0), {}
         self._views.clear()  # they refer to the old block
         self._memory = self._memory.new_empty(0)
         try:

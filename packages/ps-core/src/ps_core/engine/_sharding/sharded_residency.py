@@ -153,6 +153,9 @@ class ShardedResidency(Residency):
         slot = group.weight_chunk.drop_copy(0)
         if slot is not None:
             bounds = [record.bound for record in group.tensors if record.bound is not None]
+            if slot.offset < 0:  # `SlotCache` gives a group the slot where it was last, which has its views alone
+                here = set(group.tensors)
+                slot.views = {place: view for place, view in slot.views.items() if place[1] in here}
             for record in group.tensors:
                 self.unbind(record)
             self.exposed.forget(group)

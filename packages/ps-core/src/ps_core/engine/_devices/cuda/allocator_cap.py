@@ -35,6 +35,8 @@ class AllocatorCap:
         self._others_bytes = 0
         self._own_bytes: int | None = None
         """The cap that this object set and nobody changed; None: there is none."""
+        self._told = False
+        """True once a line said that there is a cap of other code."""
         self._lock = RLock()
         """Models come and go on any thread, also while the garbage collector runs within this class."""
 
@@ -54,7 +56,8 @@ class AllocatorCap:
         if key in self._budgets and self._budgets[key] == budget_bytes:
             return
         foreign = self.foreign_bytes(runtime)
-        if foreign is not None and budget_bytes is not None:
+        if foreign is not None and budget_bytes is not None and not self._told:
+            self._told = True
             log_line(
                 f"PyTorch's allocator is capped at {format_bytes(foreign)} of {runtime.torch_device} already, and "
                 f"stays so: the plan alone keeps the budget of {format_bytes(budget_bytes)}"

@@ -14,6 +14,7 @@ import mmap
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from threading import RLock
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ class PinnedPool:
             self._drop_idle()
 
     def close(self) -> None:
-        """Give back all free memory."""
+        """Give back all free memory. A destructor may call this amid any other call, so it takes no lock."""
         self._free = {}
         self._returned.clear()
 
@@ -97,8 +98,9 @@ class PinnedPool:
         self._returned.append(block._replace(waits=(self._mark(),)))
 
     def _take_back(self) -> None:
-        while self._returned:
-            self._put(self._returned.popleft())
+        with suppress(IndexError):  # the last one may go meanwhile, as `close` takes no lock
+            while True:
+                self._put(self._returned.popleft())
 
     def _put(self, block: _Block) -> None:
         self._free.setdefault(block.bytes, deque()).append(block)
