@@ -4,8 +4,8 @@
 
 Contenders take turns, a training step each; a ratio is taken within a round, so that what disturbs the machine disturbs
 both. Each process has one thread for computing; its processor time is of all its threads. With ``--only`` the peak
-resident set sizes of the processes are added up too: they are of one contender only then. DeepSpeed takes part where it
-is installed.
+resident set sizes of the processes are added up too: they are of one contender only then. Pages that several processes
+have mapped count once, as at the end. DeepSpeed takes part where it is installed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -155,7 +156,14 @@ def show(shape: Shape, taken: Figures, spent: Figures, peaks: list[float]) -> No
                 found = ratios(rows[other], rows[one])
                 print(f"  {one} / {other}, by {what}: {spread(found)} of {len(found)} rounds")
     if len(taken) == 1:
-        print(f"  peak resident set, all ranks: {sum(peaks) / KIB:.0f} MiB")
+        print(f"  peak resident set, all ranks, shared pages once: {sum(peaks) / KIB:.0f} MiB")
+
+
+def shared_elsewhere_kib() -> int:
+    """Return the part of this process's resident pages that other processes which map them account for."""
+    rows = [line.split() for line in Path("/proc/self/smaps_rollup").read_text("utf-8").splitlines()]
+    found = {row[0]: int(row[1]) for row in rows if row[0] in ("Rss:", "Pss:")}
+    return found["Rss:"] - found["Pss:"]
 
 
 def main() -> None:
@@ -175,7 +183,7 @@ def main() -> None:
     if missing and together.rank == 0:
         print(f"  skipped: {', '.join(missing)}, for deepspeed is not installed (pip install deepspeed)")
     taken, spent = figures(shape, together, [name for name in names if name not in missing], told.rounds)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - shared_elsewhere_kib()
     peaks = [row[0] for row in together.all_values([peak], "peak")]
     if together.rank == 0:
         show(shape, taken, spent, peaks)
