@@ -4,8 +4,8 @@
 
 Contenders take turns, a training step each; a ratio is taken within a round, so that what disturbs the machine disturbs
 both. Each process has one thread for computing; its processor time is of all its threads. With ``--only`` the peak
-resident set sizes of the processes are added up too: they are of one contender only then. DeepSpeed takes part where it
-is installed.
+memory of the processes is added up too, which is of one contender only then; it is looked at twenty times a second, and
+pages that several processes have mapped count once. DeepSpeed takes part where it is installed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import resource
 import statistics as numbers
 import time
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
@@ -155,7 +156,27 @@ def show(shape: Shape, taken: Figures, spent: Figures, peaks: list[float]) -> No
                 found = ratios(rows[other], rows[one])
                 print(f"  {one} / {other}, by {what}: {spread(found)} of {len(found)} rounds")
     if len(taken) == 1:
-        print(f"  peak resident set, all ranks: {sum(peaks) / KIB:.0f} MiB")
+        print(f"  peak memory, all ranks, shared pages once: {sum(peaks) / KIB:.0f} MiB")
+
+
+class Peak:
+    """The most memory that this process has while it is watched; pages that n processes have mapped count 1/n."""
+
+    def __init__(self) -> None:
+        self.kib, self._over = 0, Event()
+        self._thread = Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.05):
+            rows = Path("/proc/self/smaps_rollup").read_text("utf-8").splitlines()
+            self.kib = max(self.kib, *(int(row.split()[1]) for row in rows if row.startswith("Pss:")))
+
+    def end(self) -> int:
+        """Stop; the peak in KiB."""
+        self._over.set()
+        self._thread.join()
+        return self.kib
 
 
 def main() -> None:
@@ -174,9 +195,9 @@ def main() -> None:
     missing = [name for name in names if name.startswith("DeepSpeed") and find_spec("deepspeed") is None]
     if missing and together.rank == 0:
         print(f"  skipped: {', '.join(missing)}, for deepspeed is not installed (pip install deepspeed)")
+    peak = Peak() if told.only else None  # it takes time
     taken, spent = figures(shape, together, [name for name in names if name not in missing], told.rounds)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peaks = [row[0] for row in together.all_values([peak], "peak")]
+    peaks = [row[0] for row in together.all_values([peak.end() if peak else 0], "peak")]
     if together.rank == 0:
         show(shape, taken, spent, peaks)
     together.close()
