@@ -58,9 +58,9 @@ class TorchCollectives:
     """One process's place in the group; made by `ps_dist.connect`.
 
     One thread runs all collectives, in the order of the calls, and every process must make the same calls. ``what``
-    says what a call is for: in error messages, and in the fingerprint by which processes that do different things are
-    found. A failure of any process raises `RanksDiverged` in every other. As a context manager it leaves the group at
-    the end of the block.
+    says what a call is for. Error messages name it. It is also part of the fingerprint by which processes that do
+    different things are found. A failure of any process raises `RanksDiverged` in every other. As a context manager it
+    leaves the group at the end of the block.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class TorchCollectives:
     def start(self, job: Callable[[CollectiveSession], None]) -> Pending:
         """Queue a job for the thread of collectives.
 
-        A job calls collectives of its session one after another, and may choose each by the results before; every
+        A job calls collectives of its session one after another, and may choose each by the results before. Every
         process must call the same ones in the same order, in whatever jobs.
         """
         self._check_open("a job")
@@ -151,7 +151,7 @@ class TorchCollectives:
     ) -> Pending:
         """Begin to sum this process's shard of every ``source`` into ``into``; see `reduce_scatter`.
 
-        ``scratch`` is uint8 memory for what the others send; if it is smaller than `scratch_bytes`, the shard is
+        ``scratch`` is uint8 memory for what the others send. If it is smaller than `scratch_bytes`, the shard is
         exchanged piece by piece. None: memory is allocated.
         """
         self._check("reduce_scatter", whole=source, shard=into)

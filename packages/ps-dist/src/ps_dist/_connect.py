@@ -56,15 +56,15 @@ def connect(
 ) -> TorchCollectives:
     """Join the processes that ``torchrun`` started; initialises the process group if the program has not.
 
-    A process that waits longer than ``timeout_s`` for the others raises `RanksDiverged`; if the others have ended, it
-    does so much sooner. ``replicate`` copies of the model are kept, each sharded over consecutive ranks: with as many
-    copies as nodes, parameters are gathered within a node and only sums of gradients cross the network.
+    A process that waits longer than ``timeout_s`` for the others raises `RanksDiverged`. If the others have ended, it
+    does so much sooner. ``replicate`` copies of the model are kept, each sharded over consecutive ranks. With as many
+    copies as nodes, parameters are gathered within a node, and only sums of gradients cross the network.
 
     Where a computer has a CUDA device for each of its processes, each gets its own as its current device. It keeps one
     that the program has used already. No memory of a device is taken before something uses it. ``transport`` is what
     memory of CUDA devices travels by: ``"nccl"``, between devices directly, where each process has its own, or
-    ``"gloo"``, through the host's memory. None: NCCL where it works on all ranks, which is tried when the first model
-    is put on such devices; else gloo, and a log line says why.
+    ``"gloo"``, through the host's memory. None: NCCL where it works on all ranks, else gloo, and a log
+    line says why. That is tried when the first model is put on such devices.
 
     Processes that all run on one computer share their host memory: each reads what the others have where it lies.
     ``shared_memory`` False: they send it over sockets, as between computers. True: it is an error if they cannot share

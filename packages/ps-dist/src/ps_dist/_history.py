@@ -1,10 +1,10 @@
 """Record what a process has done, so that ranks that do different things can be told where they began to.
 
 [Note: fingerprints]
-Every process adds the same entries in the same order: its collectives, and whatever else it is told to note. An entry's
+Every process adds the same entries in the same order: its collectives, and what else it is told to note. An entry's
 *fingerprint* is a hash of all entries up to it. Each message between processes is tagged with the fingerprint of its
-entry. So messages of processes that do different things never meet: the processes wait, and are told why (see
-`Watchdog`), instead of reading what was meant for something else.
+entry. So messages of processes that do different things never meet. No process reads what was meant for something else.
+The processes wait, and are told why (see `Watchdog`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages between processes over gloo, and gathers made of them.
 
 [Note: why messages]
-Buffers need no packing: every shard is sent from where it lies, and received where it is wanted. A process sends
+Buffers need no packing. Every shard is sent from where it lies, and received where it is wanted. A process sends
 nothing to itself, so the scratch of a sum is one shard smaller than what is summed. Each message carries a tag of our
 own, see [Note: fingerprints]. As many bytes are sent as by gloo's own collectives: every shard once to each rank.
 
@@ -94,8 +94,8 @@ class PeerMessages:
     def cut(self, everyone: Sequence[int]) -> None:
         """Break all connections, so that a thread which waits for another process ends; none works afterwards.
 
-        The interpreter cannot end properly while a thread waits. In gloo a receive that times out breaks a connection;
-        a receive from a process that has ended fails at once, so one from each rank is tried.
+        The interpreter cannot end properly while a thread waits. In gloo a receive that times out breaks a connection.
+        A receive from a process that has ended fails at once. So one from each rank is tried.
         """
         for peer in [peer for peer in everyone if peer != self._rank]:
             with suppress(RuntimeError):

@@ -4,7 +4,7 @@
 NCCL has no tags, and a call that another process does not answer occupies the device. So before each collective all
 ranks exchange a byte in the host's memory, under the collective's tag: see [Note: fingerprints]. Ranks that do
 something else, have ended or are late are found there. The thread of collectives waits until the device has completed
-one before it says so: no other thread ever waits for a call that is not answered.
+one before it says so. So no other thread ever waits for a call that is not answered.
 """
 
 from __future__ import annotations

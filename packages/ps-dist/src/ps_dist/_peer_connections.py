@@ -1,8 +1,8 @@
 """Connections between the processes of one computer, which tell each other where in shared memory something lies.
 
 [Note: why Unix sockets]
-What two processes tell each other is small: where something lies, that it was read, or a few bytes. A Unix socket does
-that, because a thread can wait for all other processes at once, without using a processor. The kernel orders what was
+Two processes tell each other little: where something lies, that it was read, or a few bytes. A Unix socket does that,
+because a thread can wait for all other processes at once, without using a processor. The kernel orders what was
 written to memory before a message with what is read after it. It also tells when a process has ended, however it ended.
 A futex or an ``eventfd`` does none of this for several processes. The sockets have no name in any folder either.
 """

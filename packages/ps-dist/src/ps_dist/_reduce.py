@@ -128,7 +128,7 @@ class OrderedReduceScatter:
 
 
 def largest_piece(numel: int, room_bytes: int, needed_bytes: Callable[[int], int]) -> int:
-    """Return how many of a shard's elements can be exchanged at a time in this much memory; 0: too little for any."""
+    """Return how many elements of a shard can be exchanged at a time in this memory; 0: none."""
     if needed_bytes(numel) <= room_bytes:
         return max(numel, 1)
     return room_bytes // needed_bytes(_CUT_NUMEL) * _CUT_NUMEL
@@ -143,7 +143,7 @@ def pieces(numel: int, step: int) -> Iterator[slice]:
 def ordered_sum(parts: Sequence[Tensor], into: Tensor, work: Tensor) -> None:
     """Sum the parts in their order and in fp32, and round once into ``into``; ``work``: fp32 memory for a piece.
 
-    One addition of two parts is used directly where it gives the same bits: it computes in fp32 and rounds once.
+    Two parts are added by one operation where it gives the same bits: it computes in fp32 and rounds once.
     """
     two, single = len(parts) == 2, into.dtype is torch.float32
     fused = len(parts) > 1 and parts[0].dtype is into.dtype and (two or single)

@@ -1,10 +1,10 @@
 """Which ranks are there, and whether they agree: found in a store that may hold what earlier attempts left.
 
 [Note: a call and its answers]
-torchrun keeps one store from restart to restart, with all that ended processes wrote there. A node whose torchrun was
+torchrun keeps one store from restart to restart, with all that ended processes wrote. A node whose torchrun was
 started anew counts its restarts from 0 again, so no count tells what is old. So a rank believes only what refers to a
 number that was drawn just now. Rank 0 *calls* with a fresh number. The others answer every call they see, under its
-number, with a number of their own. So what answers rank 0's call was written after it; the others believe only the
+number, with a number of their own. So what answers rank 0's call was written after it. The others believe only the
 *roster* that has their own number. An old call is answered in vain; old answers and rosters are under other numbers.
 The keys of all that ranks write later begin with the number of the call.
 Rank 0 also counts its looks into the store. So ranks that wait can tell whether rank 0 is the one that is missing.

@@ -1,7 +1,7 @@
 """Answer other ranks' questions for shards, outside of every collective.
 
-A rank that does other than the plan may need weights while the others are in a collective that it cannot join yet. So
-the question goes to a thread of each of them, over a connection of its own, and nobody's collectives wait for it.
+A rank that does other than the plan may need weights while the others are in a collective. It cannot join that yet. So
+the question goes to a thread of each of them, over a separate connection. Nobody's collectives wait for it.
 """
 
 from __future__ import annotations

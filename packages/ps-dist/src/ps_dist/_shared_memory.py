@@ -1,9 +1,9 @@
 """Host memory that all processes of one computer can read and write.
 
 [Note: shared memory]
-Each process has a *heap*: one anonymous file of the kernel (``memfd``), of which all processes of the computer map the
-whole. It has no name in any folder and is not limited by the size of ``/dev/shm``. The kernel frees it with the last
-process that maps it, however that process ends. The file is larger than the computer's memory, but a page takes memory
+Each process has a *heap*: one anonymous file of the kernel (``memfd``). All processes of the computer map the whole of
+it. It has no name in any folder and is not limited by the size of ``/dev/shm``. The kernel frees it with the last
+process that maps it, however that process ends. The file is larger than the computer's memory. But a page takes memory
 only once it is written to, and is counted once. Memory that its owner has released is returned to the system at once.
 """
 

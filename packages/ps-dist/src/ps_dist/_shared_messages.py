@@ -1,9 +1,9 @@
 """Messages between the processes of one computer: what is sent is read where its sender has it.
 
 [Note: who may write when]
-A rank says where in its heap the bytes are, and waits until every rank that needs them has read them. So a collective
+A rank says where in its heap the bytes are. It waits until every rank that needs them has read them. So a collective
 ends on a rank when nobody reads that rank's memory any more. The engine writes to a shard, a gradient or a buffer only
-before it begins a collective on it, or after the collective has ended. So no rank reads a shard that is being stepped,
+before a collective on it begins, or after it has ended. So no rank reads a shard that is being stepped,
 and no rank writes over what another one still reads. The tag of a message is the fingerprint of everything done so far
 (see [Note: fingerprints]). It is the version of what is read: a message of another version is never read.
 
@@ -151,7 +151,7 @@ class SharedMessages(PeerMessages):
             self._send(connection, message_there(tag, offset, staged.nbytes))
 
     def _send(self, connection: PeerConnection, text: bytes) -> None:
-        """Send a message; while the socket is full, take in what comes: the other rank may be in the same place."""
+        """Send a message. While the socket is full, take in what comes: the other rank may be sending too."""
         while not connection.write(text):
             self._poll.modify(connection.fileno(), select.POLLIN | select.POLLOUT)
             try:

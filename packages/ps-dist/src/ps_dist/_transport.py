@@ -1,15 +1,15 @@
-"""Choose what memory of CUDA devices travels by: all ranks decide at once, and NCCL is tried before it is used.
+"""Choose what memory of CUDA devices travels by. All ranks decide at once, and NCCL is tried before it is used.
 
 [Note: a trial]
 Whether NCCL works is known once it has worked. It may refuse devices that look like any others, or deliver nothing. It
 may wait for ever for a process that failed, in calls that nothing ends. So each rank connects its device and exchanges
 a few bytes with every other. A thread does this that can be left behind. Then all ranks tell each other, in the host's
-memory, how it went; what they do next depends on that alone, so all do the same. A rank that failed also leaves a mark
+memory, how it went. What they do next depends on that alone, so all do the same. A rank that failed also leaves a mark
 in the store, so nobody waits for it until the deadline. A rank that has ended is found by `Watchdog`.
 
 [Note: one process]
 It sends nothing, so its memory can stay on the device, and needs no library for that. NCCL would copy it, after taking
-memory of the device for itself; through the host's memory it would be copied twice.
+memory of the device. Through the host's memory it would be copied twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The thread that ends a wait in vain: it asks the other ranks through the store by which they found each other.
+"""End waits in vain, by a thread that asks the other ranks through the store by which they found each other.
 
 [Note: an alarm]
 While all goes well a rank only reads one counter in the store, once in a while. A rank whose collective takes long, or
@@ -8,7 +8,7 @@ as long as the counter goes on. From these `_reasons` decides whether the wait m
 [Note: an exit message]
 A rank may end by an exception, or its wait may end in vain. It writes down why before its connections break. The first
 message stands: all ranks that wait, then or later, end with it, so all name the same cause. Who waits for nothing is
-not disturbed. Whoever leaves after that stays until the others have read it, or for a few looks: the store may end
+not disturbed. Whoever leaves after that stays until the others have read it, or for a few looks. The store may end
 with its process. Whoever leaves because the store ended stays for two looks: the others then see this first.
 """
 

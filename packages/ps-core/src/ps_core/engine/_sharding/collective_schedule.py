@@ -1,8 +1,8 @@
 """Decide which collective all ranks run next: pure rules, the same on each rank.
 
 [Note: one order of collectives]
-Collectives have to be begun in one order on all processes, but models may touch other groups on other processes. So
-before a collective every rank sends a *proposal*: what it needs next. From the same proposals all make the same
+All processes have to begin collectives in one order. But a model may touch other groups on other processes. So before a
+collective every rank sends a *proposal*: what it needs next. From the same proposals all make the same
 decision. What was done in a pass is the schedule of the next one of its kind. Then a proposal tells how far a rank
 follows it: far ahead of need where it has room. What every rank follows is done without another proposal. A gather goes
 to the ranks that want it; to a sum, ranks without gradients for it give nothing.
@@ -132,7 +132,7 @@ def choose(proposals: Sequence[Proposal], ahead: int) -> Decision:
 
 
 def _behind(proposal: Proposal) -> tuple[bool, int]:
-    """Return a sort key: the rank that is least far comes first, so that one gather serves all that want the group."""
+    """Return a sort key: the rank that is least far comes first. Then one gather serves all that want the group."""
     return proposal.backward, -proposal.arg if proposal.backward else proposal.arg
 
 
@@ -225,8 +225,8 @@ def next_schedule(
 ) -> list[ScheduledCollective]:
     """Return the schedule after a pass; ``used``: the gathers that this rank used.
 
-    ``hoist``: a gather requested out of order goes before the sums that it came after, to begin while the gradients for
-    those are still computed.
+    ``hoist``: a gather requested out of order goes before the sums that it came after. Then it begins while the
+    gradients for those are still computed.
     """
     made: list[ScheduledCollective] = []
     run = 0

@@ -110,7 +110,7 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
         """Return the staging bytes with which a device's collectives go in one piece; 0 if they need none."""
 
     def reach(self, where: torch.device) -> str | None:
-        """Decide what memory of this CUDA device travels by, all ranks at once; return a message for the user, or None.
+        """Decide, all ranks at once, what memory of this CUDA device travels by. Return a message, or None.
 
         The decision holds for every model from then on.
         """

@@ -1,12 +1,12 @@
-"""Serve a pass of one rank on demand, while it takes part in the collectives of the plan that the others follow.
+"""Serve a pass of one rank on demand, while it takes part in the collectives of the others' plan.
 
 [Note: leaving a plan with several ranks]
-A rank may do other than the plan: a larger batch, other experts, memory that something still refers to. The other ranks
-neither hear of it nor wait for an agreement. The rank submits the plan's collectives in the plan's order, each as soon
-as it needs one that comes later, or has the gradients that it gives. What it gathers and does not need is dropped.
-Weights that no collective brings in time are *asked for*: every rank answers such a question from its masters, which
-do not change while any rank is in a pass, on a thread that waits for nothing. A gradient for which the plan has no sum
-stays until the step; then all ranks sum what is left over, before norms are taken.
+A rank may do other than the plan, as with a larger batch, other experts, or memory still in use. The other ranks
+neither hear of it nor wait for an agreement. The rank submits the plan's collectives in the plan's order. It submits
+each one as soon as it needs a later one, or has the gradients that it gives. It drops what it gathers and does not
+need. It *asks for* weights that no collective brings in time. Every rank answers from its masters, on a thread that
+waits for nothing. Masters do not change while any rank is in a pass. A gradient for which the plan has no sum stays
+until the step. All ranks sum what is left over then, before norms are taken.
 
 So nobody waits for ever. A rank in a collective waits for a rank that is less far in the plan. The one that is least
 far waits for nothing but answers.
@@ -155,7 +155,7 @@ class FollowingDriver:
         return True
 
     def _may_run(self) -> bool:
-        """Return True if a sum may be taken now, or comes right behind gathers, so that the others need not wait."""
+        """Return True if a sum may be taken now, or comes right behind gathers: others need not wait."""
         for is_sum, group in self._collectives:
             if is_sum:
                 return self._is_final(group)

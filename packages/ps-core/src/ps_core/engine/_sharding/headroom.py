@@ -1,4 +1,4 @@
-"""Decide what the compute tier of this rank has room for: groups ahead of need, gradients, sums, all groups at once.
+"""Decide what this rank's compute tier has room for: groups ahead of need, gradients, sums, all groups at once.
 
 Only the decision after a first pass is shared between ranks (`headroom_after_first_pass`); no result depends on it.
 """
@@ -46,7 +46,7 @@ class GatherHeadroom:
         return self._in_flight.has_new_room(size, besides)
 
     def make_room(self, size: int, *, backward: bool, bound: bool) -> None:
-        """Try to have so much room: by waiting for sums, or else by having one taken early, but not where ``bound``.
+        """Try to have so much room: wait for sums, or have one taken early, but not where ``bound``.
 
         Room for growing non-model bytes is left, as far as waiting for sums or demoting shards can make it.
         """

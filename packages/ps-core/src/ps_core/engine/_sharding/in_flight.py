@@ -204,7 +204,7 @@ class InFlightCollectives:
         self._store.free_spare()  # all of it at once: do not ask again
 
     def has_room(self, size: int, besides: int = 0) -> bool:
-        """True if there is room for a slot and for other bytes ``besides``; a kept slot of this size counts as room."""
+        """Return True if there is room for a slot and ``besides`` bytes; a kept slot of this size counts as room."""
         return self.has_new_room(0 if self._store.spare.has(size) else size, besides)
 
     def has_new_room(self, size: int, besides: int = 0) -> bool:

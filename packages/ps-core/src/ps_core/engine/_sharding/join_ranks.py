@@ -113,7 +113,7 @@ def computer() -> str:
     """Return a text that is the same on two ranks if they number the same accelerators.
 
     Names alone are not enough: copies of an image, and containers, have the same on many computers. A kernel's boot id
-    is of one computer; containers there, which may be given different cards, have names of their own as a rule.
+    is of one computer. Containers there may be given different cards, but have names of their own as a rule.
     Namespaces of processes or networks are not looked at: who is in different ones may have the same cards.
     """
     try:

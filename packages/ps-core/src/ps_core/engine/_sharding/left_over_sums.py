@@ -1,8 +1,9 @@
-"""Sum over ranks, before a step, the gradients that the plan's sums did not take; forget those that no rank gave.
+"""Sum gradients over ranks before a step, where the plan's sums did not; forget those that no rank gave.
 
 A rank that did other than the plan may have gradients for which the plan has no sum. And a sum of the plan may be of
-nothing, where no rank had a gradient: one process would not step such a parameter. Each rank tells with what every step
-is compared by whether it has any left over, and which gradients it gave. Only where a rank has any, more is exchanged.
+nothing, where no rank had a gradient. One process would not step such a parameter. All ranks compare something at every
+step. With it each rank tells whether it has any left over, and which gradients it gave. Only where a rank has any, more
+is exchanged.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Put the moments that several ranks recorded together into one pass that has room for each of them.
 
 [Note: merged moments]
-Ranks mostly do the same. Where they do not (experts, layers that one leaves out), the merged pass has every rank's
-moments, each rank's in its own order. A rank goes through the moments of others too: groups are gathered there that it
-does not use, and it gives nothing to their sums. In a moment that it has no part in, a rank's non-model bytes are those
-of its moments before and after; what aliases of memory it holds meanwhile stays where it is.
+Ranks mostly do the same. Where they do not (experts, layers that one leaves out), the merged pass has all their
+moments. Each rank's are in its own order. A rank goes through the moments of others too. Groups that it does not use
+are gathered there, and it gives nothing to their sums. In such a moment a rank's non-model bytes are those of its
+moments before and after. What aliases of memory it holds meanwhile stays where it is.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Make one plan of what all ranks recorded, and have every rank verify the same plan.
 
 [Note: one plan]
-Each rank records a pass and tells the others its moments. Moment by moment all ranks put together the same trace: the
-most non-model bytes, every parameter that any rank read or held, every gradient that any rank got. Rank 0 searches for
-a plan and sends it with its hash. Each rank verifies it against the trace that it put together itself. So nothing that
-the ranks follow was taken on trust, and none of them follows another plan.
+Each rank records a pass and tells the others its moments. Moment by moment all ranks put together the same trace. It
+has the most non-model bytes, every parameter that a rank read or held, and every gradient that a rank got. Rank 0
+searches for a plan and sends it with its hash. Each rank verifies it against the trace that it put together itself. So
+nothing that the ranks follow was taken on trust, and none of them follows another plan.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Carry out a plan's gathers and sums, in the plan's order, beside the computation.
 
 [Note: collectives of a plan]
-The order of the collective queue is part of the plan, so all ranks begin the same collectives in the same order, and
-nothing is said before one. The training thread submits a collective as soon as its slots exist and the moments that it
-waits for are over. It waits for the collective when an instruction or a moment uses one of its slots. Until then the
+The order of the collective queue is part of the plan. So all ranks begin the same collectives in the same order, and
+nothing is said before one. The training thread submits a collective once its slots exist and the moments that it waits
+for are over. It waits for the collective when an instruction or a moment uses one of its slots. Until then the
 collective is *under way*, and its slots belong to it.
 
 Every rank takes part in every gather and every sum, whether it needs the result or not.
@@ -64,7 +64,7 @@ def collectives_of(plan: EnginePlan, segment: SegmentQueues) -> tuple[tuple[bool
 
 
 def queue_for(segment: SegmentName, residency: ShardedResidency) -> CollectiveQueue:
-    """Return a queue for the collectives of one pass, by which ranks that do other kinds of passes are told so."""
+    """Return a queue for one pass's collectives. Ranks that do other kinds of passes are told so by it."""
     return CollectiveQueue(residency, "an evaluation" if segment is SegmentName.EVAL else "a pass with gradients")
 
 

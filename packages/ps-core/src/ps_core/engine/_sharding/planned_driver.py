@@ -62,7 +62,7 @@ class RanksPlanDriver(PlanDriver):
             self._counters.recorder.end_moment()
 
     def _may_skip(self, moment: PlannedMoment) -> bool:
-        """Return True if this rank can go through a moment without a part in it: no gradient of it is to come."""
+        """Return True if this rank can go through a moment without a part in it: no gradient of it will come."""
         learning = self._plan.learning
         return not any(
             use.group.index in self._touched and learning[use.group] for use in moment.uses if not use.holds_weight

@@ -1,8 +1,8 @@
-"""Choose the driver of each pass of a model that several ranks share, and make the plan that all of them follow.
+"""Choose the driver of each pass of a model that ranks share, and make the plan that all of them follow.
 
-A first pass is served on demand and recorded. As its step begins, the ranks tell each other what they recorded, plan,
-and move their shards to where the plan has them; see [Note: one plan] in `plan_agreement`. Whether a rank has a new
-recording is told along with what every step is compared by, so it takes no message of its own.
+A first pass is served on demand and recorded. As its step begins, the ranks tell each other what they recorded.
+They plan, and move their shards to where the plan has them; see [Note: one plan] in `plan_agreement`. All ranks compare
+something at every step. With it each tells whether it has a new recording, so that takes no message of its own.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RanksScheduler(PlanScheduler):
         return following_driver(plan, segment, self._shards, self._sums, self._engine.counters, larger=larger)
 
     def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
-        """Follow the plan, as all ranks do, whether or not this one can move its shards to the plan's places now."""
+        """Follow the plan, as all ranks do. This one may be unable to move its shards to the plan's places now."""
         self._homes.expect_move()
         self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
         self._move_to_plan(plan)
@@ -192,7 +192,7 @@ class RanksScheduler(PlanScheduler):
 
 
 def why_unplanned(engine: Engine, setup: Setup) -> str:
-    """Return why passes of a model that several ranks share follow no plan; an empty text if they can follow one."""
+    """Return why a shared model's passes follow no plan; an empty text if they can follow one."""
     assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
     if not setup.training:
         return "the model has no optimizer"

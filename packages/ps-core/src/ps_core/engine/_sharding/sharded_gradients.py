@@ -1,7 +1,7 @@
 """Sum, measure and step this rank's shards of gradients and optimizer states.
 
 [Note: where sums lie]
-With one backward pass a step, in 16 bits, the sum over ranks is rounded once to the weight's type. It is written over
+With one backward pass a step, in 16 bits, the sum is rounded once to the weight's type. It is written over
 this rank's shard of the weight, so that it costs no memory. A gather before the step reads the master instead, which is
 unchanged. A second backward pass moves the sum into fp32 sums, and the weight is rebuilt. Otherwise sums are fp32 from
 the start. All this follows from which gradients came, which is the same on every rank.
@@ -173,7 +173,7 @@ class ShardedGradients(GradientStore):
                     record.mark_summed()
 
     def no_sum_came(self, group: ParamGroup) -> None:
-        """Note that no rank had a gradient for a sum: the weight, where the sum might have gone, is as it was.
+        """Note that no rank had a gradient for a sum. The weight, where the sum might have gone, is unchanged.
 
         What ranks do together next depends on slot contents, so these must not depend on where shards are.
         """

@@ -109,7 +109,7 @@ class ShardedResidency(Residency):
         group.weight_chunk.fill(slot)
 
     def shard_for_peers(self, group: ParamGroup, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
-        """Return this rank's shard for a gather: where it lies, or as a copy in a slot that the caller returns.
+        """Return this rank's shard for a gather: where it lies, or copied into a slot that the caller returns.
 
         ``changing``: it may be written before they have it.
         """
