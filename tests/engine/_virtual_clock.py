@@ -214,6 +214,11 @@ class TimedWorker:
         ready, last = max(self._after_s, self._runtime.now_s), self._last
         return lambda: max(ready, 0.0 if last is None else last.end_s(final=True))
 
+    def forget_failure(self) -> BaseException | None:
+        """Wait until everything launched is over, and return None: work that fails raises where it is launched."""
+        self.synchronize()
+        return None
+
     def synchronize(self) -> None:
         if self._last is not None:
             self._last.block()

@@ -236,7 +236,7 @@ def test_activations_beside_a_disk(precision: str, micro_batches: int, device_ki
         rows=MANY_ROWS,
         disk=("300KiB", "8MiB"),
     )
-    assert got.step_s == pytest.approx(got.predicted.step_time_s, rel=10 * NEAR)
+    assert got.step_s == pytest.approx(got.predicted.step_time_s, rel=15 * NEAR)
     written = [piece.name for piece in got.profile.measured if piece.queue is Queue.DISK_W and "(act)" in piece.name]
     assert bool(written) is (precision == "fp32")
 

@@ -26,7 +26,7 @@ class Example:
     """As the chat templates of transformers take them: a mapping with ``role`` and ``content`` each. (Any: JSON.)"""
     asked: int = 0
     """How many messages are the prompt, and all that follow the completion; 0: the assistant's are what is trained."""
-    template: Mapping[str, Any] = field(default_factory=dict)
+    template: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """What the chat template gets besides: ``tools``, and the line's own ``chat_template_kwargs``."""
 
 

@@ -81,6 +81,11 @@ class EnginePlan:
         """Return True if groups are stepped while backward goes on."""
         return bool(self.planned.early)
 
+    @cached_property
+    def moves_activations(self) -> bool:
+        """Return True if offloaded activations are in the plan."""
+        return bool(self.planned.program.trace.activations)
+
     @property
     def plan(self) -> Plan:
         """Return the plan itself."""

@@ -9,7 +9,7 @@ instructions are then finished, and `OnDemandDriver` continues from there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -76,8 +76,6 @@ class InstructionExecutor:
         """Gradients in slots of their own, before they are added to the accumulators."""
         self._flat: dict[ParamGroup, torch.Tensor] = {}
         """Those slots as vectors, while the moment lasts: slots do not move meanwhile."""
-        self.activations = PlannedActivations(residency.store)
-        """The offloaded activations that the segment moves."""
         self._settings_of: SettingsOf | None = None
         self._factor = 1.0
         self._handlers: dict[type, Callable[[Instr, Any], None]] = {
@@ -143,7 +141,8 @@ class InstructionExecutor:
                 chunk.add_copy(slot)
             # The plan may have fetched the group anew for a later moment already, before it gave this slot back.
             self._residency.unbind_elsewhere(group, slot)
-        self.activations.begin(moment, self._slots)
+        if self._plan.moves_activations:
+            self.activations.begin(moment, self._slots)
         if not self._store.synchronous:
             memory = [self._slots[use.slot].memory for use in moment.uses]
             self._device.declare_access(Queue.COMPUTE, moment.name, memory, ())
@@ -201,7 +200,7 @@ class InstructionExecutor:
 
     def _give_up(self, slot: Slot) -> None:
         """Give up the copy that a slot holds; `Diverged` if it is still needed."""
-        if not self.activations.release(slot):
+        if self._plan.moves_activations and not self.activations.release(slot):
             raise Diverged("an activation is still wanted where the plan gives it up")
         extent = slot.extent
         if extent is not None and extent.kind not in UNVERSIONED:
@@ -330,6 +329,11 @@ class InstructionExecutor:
         # Only the prologue and a skipped step rebuild weights, and the engine carries out both without the plan: it
         # starts with both kinds filled, and a skip that must rebuild knows better which tensors need it.
         raise PlanMismatch(f"{self._segment.name.value} is not replayed")
+
+    @cached_property
+    def activations(self) -> PlannedActivations:
+        """Return what keeps the offloaded activations that the segment moves."""
+        return PlannedActivations(self._store)
 
     # The end.
 

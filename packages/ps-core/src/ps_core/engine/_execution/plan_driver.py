@@ -17,6 +17,7 @@ from ps_core.engine._devices.disk.queues import DISK_QUEUES, DiskEvent
 from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
+from ps_core.engine._execution.planned_activations import PlannedActivations
 from ps_core.engine._execution.segment_queues import IssueOrder, PlannedMoment
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._optim.group_step import SettingsOf
@@ -52,8 +53,6 @@ class PlanDriver:
         self._executor = self._make_executor(plan, self._segment, residency, gradients, counters)
         self.place_gradient = self._executor.place_gradient
         """Puts a gradient where the plan has room for it; returns False if it has none."""
-        self.activations = self._executor.activations
-        """Keeps the offloaded activations that the plan moves."""
         self._begun = 0
         """How many moments of the segment have begun."""
         self._running: Instr | None = None
@@ -85,6 +84,11 @@ class PlanDriver:
         return worker.busy or bool(self._segment.by_queue[Queue.CPU])
 
     # The driver.
+
+    @property
+    def activations(self) -> PlannedActivations:
+        """Return what keeps the offloaded activations that the plan moves."""
+        return self._executor.activations
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Begin the next moment, which must be the plan's next one."""

@@ -229,6 +229,7 @@ class PlanScheduler:
             why = "memory that home slots have to be moved to has live aliases"
         if why:
             engine.counters.diverged(why)
+            self._make_way(training)
             return self._uncapped(demand)
         if self._caps:
             engine.store.device.cap_allocator(engine.store.tiers[0].capacity_bytes)
@@ -248,7 +249,8 @@ class PlanScheduler:
     ) -> PlanDriver:
         """Return the driver of one segment."""
         engine = self._engine
-        engine.activations.release_free()  # the plan has room for these
+        if plan.moves_activations:
+            engine.activations.release_free()  # the plan has room for these
         return PlanDriver(
             plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked, stepping=stepping
         )
