@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -309,6 +310,9 @@ class TorchCollectives:
     def _close(self, error: str, *, waits: bool = True) -> None:
         if not self._open or os.getpid() != self._process:  # a fork has none of the threads
             return
+        if self._answers is not None and waits and not error:
+            with suppress(RanksDiverged):  # whoever has ended asks nothing
+                self.all_values([0.0], "leave")  # until then others may ask for shards
         self._open = False
         self._at_exit.cancel()
         if self._answers is not None:
