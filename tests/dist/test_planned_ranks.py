@@ -178,6 +178,30 @@ def test_an_answer_for_a_shard_is_of_the_weights_after_the_step_that_is_asked_fo
     run(2, steps)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_more_passes_than_the_plan_is_for_give_the_bits_of_one_process(device: str, precision: str) -> None:
+    def steps(each: Together) -> None:
+        case = Case(device, precision, 100)
+        (model, optimizer), (single, reference) = case.made(each, 1), case.made(None, 2)
+        for step, passes in enumerate((1, 1, 2, 3, 4, 1)):
+            count = 2 * passes
+            for part in range(each.rank, count, 2):
+                passed(model, step, part, count)
+            run_alone = partial(passed, single, step, count=count)
+            adds_like(each.mesh, single, reference, run_alone, count, rounds=precision != "fp32")
+            for front in (optimizer, reference):
+                front.step()
+                front.zero_grad()
+            found, wanted = states(optimizer), states(reference)
+            assert all(torch.equal(found[name], value) for name, value in wanted.items())
+            check_weights(model)
+        release(model)
+        release(single)
+
+    run(2, steps)
+
+
 class Blocks(nn.Sequential):
     """Layers that are computed again in backward, from inputs that wait in host memory."""
 
