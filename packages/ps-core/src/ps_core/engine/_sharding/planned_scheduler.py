@@ -98,7 +98,7 @@ class RanksScheduler(PlanScheduler):
             with self._shards.moving:
                 self._homes.move_down()
             return self._demand
-        if training and self._sums.passes and not self._engine.has_gradients():
+        if training and self._sums.passes and not self._engine.holds_gradients():
             self._sums.end_step()  # what there was, was forgotten
         self._alike.compare()
         micro = plan.micro_segments
