@@ -166,7 +166,7 @@ class Engine:
     @defer_interrupts
     def await_forward(self, inputs: Any) -> None:
         """End an open pass that cannot go on, before the root module's call with these inputs."""
-        if self.store.file is not None:
+        if self.store.stays_with_process:
             self.store.check_process()
         if self.state_dicts.copies.given:
             self.state_dicts.copies.check()
@@ -187,7 +187,7 @@ class Engine:
     @defer_interrupts
     def finish_pass(self) -> None:
         """End the pass, if one is open: chunks return to their home slots, except copies with live aliases."""
-        if self.store.file is not None:
+        if self.store.stays_with_process:
             self.store.check_process()
         passes = self.passes
         if passes.recording is not None or passes.counting or self.residency.exposed.bounds:
@@ -200,6 +200,7 @@ class Engine:
         """End a pass that cannot go on, since nothing refers to its graph: the other ranks wait for this one's part."""
         passes = self.passes
         if passes.recording is not None and passes.outside and torch._C._current_graph_task_id() == -1:
+            self.store.check_process()
             passes.end_open(())
 
     # Methods for the optimizer (`_optim.settings.OptimizerBackend`).
