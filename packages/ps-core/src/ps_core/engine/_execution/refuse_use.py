@@ -20,7 +20,7 @@ class Usability:
         self.half_loaded = ""
         """The load that failed after replacing some values; nothing may be trained until a load succeeds."""
         self.refuses = store.stays_with_process
-        """True if `check` may raise; read at every use of a parameter. (`TierStore.stays_with_process`: in a forked process.)"""
+        """True if `check` may raise; read at every use of a parameter. (In forks: `TierStore.stays_with_process`.)"""
 
     def mark_materialized(self, *, on: bool) -> None:
         """Refuse to train while parameters are ordinary ones, or allow it again."""
