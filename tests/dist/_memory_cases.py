@@ -50,6 +50,30 @@ def differ(each: ps_dist.TorchCollectives) -> None:
         ps_dist.connect(timeout_s=30, shared_memory=False if each.process else None)
 
 
+def used_in_a_fork(each: ps_dist.TorchCollectives, what: str) -> None:
+    """A fork, whose memory is this process's, cannot change it; gradients lie over weights meanwhile."""
+    torch.manual_seed(0)
+    model, optimizer = chunked(nn.Linear(64, 64), AdamW(), precision="bf16", collectives=each)
+    assert optimizer is not None
+    uses = {"forget": optimizer.zero_grad, "release": lambda: release(model), "step": optimizer.step}
+    for _ in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+        before = [group.chunks[group.weight].home.memory.clone() for group in hooks_of(model).engine.groups]
+        child = os.fork()
+        if not child:
+            try:
+                uses[what]()
+            except InvalidInput as error:
+                os._exit(42 if "whose host memory other ranks read" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+        after = [group.chunks[group.weight].home.memory for group in hooks_of(model).engine.groups]
+        assert all(map(torch.equal, before, after))
+        optimizer.step()
+        optimizer.zero_grad()
+    release(model)
+
+
 def heap_bytes(each: ps_dist.TorchCollectives) -> int:
     """Bytes of this rank's heap that have an owner."""
     assert isinstance(each._messages, SharedMessages)

@@ -93,6 +93,11 @@ def once_bytes(process: int) -> int:
     return 1024 * int(found[1])
 
 
+@pytest.mark.parametrize("what", ["forget", "release", "step"])
+def test_a_fork_does_not_change_the_memory_of_its_parent(two: Crew, what: str) -> None:
+    two.run(cases.used_in_a_fork, what)
+
+
 def test_nothing_is_left_of_killed_processes() -> None:
     size, folder = 64 << 20, Path("/dev/shm")
     names, written = set(folder.iterdir()), 2 * 3 * size

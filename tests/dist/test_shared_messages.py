@@ -305,6 +305,18 @@ def test_a_full_heap_says_so() -> None:
     assert kept.numel() == 3 * PAGE
 
 
+def test_a_fork_has_no_memory_of_the_heap() -> None:
+    heap = SharedHeap(4 * PAGE)
+    child = os.fork()
+    if not child:
+        try:
+            heap.allocate(PAGE)
+        except MemoryError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_a_fork_that_drops_memory_does_not_take_it_from_its_owner() -> None:
     heap = SharedHeap(4 * PAGE)
     kept = heap.allocate(PAGE).fill_(3)

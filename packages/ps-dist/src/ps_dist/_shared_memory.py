@@ -46,7 +46,12 @@ class SharedHeap:
         self._lock, self._process = Lock(), os.getpid()
 
     def allocate(self, size_bytes: int) -> Tensor:
-        """Return bytes of the heap, which begin a page and read as zero; raise `MemoryError` if no span is free."""
+        """Return bytes of the heap, which begin a page and read as zero; raise `MemoryError` if no span is free.
+
+        A fork has none: what is free here may have an owner there by now.
+        """
+        if os.getpid() != self._process:
+            raise MemoryError(f"this is a copy (fork) of process {self._process}, whose heap it is")
         wanted = _whole_pages(max(1, size_bytes))
         with self._lock:
             self._collect()

@@ -123,6 +123,9 @@ class Device(Protocol):
     overcommits: bool
     """True if an arena takes memory only where it is touched; then it is made as large as the budget."""
 
+    shares_memory: bool
+    """True if other processes read the host memory that the device allocates, so a forked process has no copy of it."""
+
     has_collective_stream: bool
     """True if ``Queue.COLL`` is a stream that another thread launches on; else the CPU does collectives."""
 

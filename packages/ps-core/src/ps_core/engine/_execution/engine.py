@@ -126,8 +126,10 @@ class Engine:
         if record.dropped:
             raise not_trained(record.name)
         self.stepping.check_read(record)
-        if self.together is not None and self.passes.recording is None:
-            self.updater.before_gradient(self.records)
+        if self.together is not None:
+            self._end_forward_without_backward()
+            if self.passes.recording is None:
+                self.updater.before_gradient(self.records)
         return self.user_gradients.proxy(record)
 
     def set_gradient(self, record: ParamState, value: Any) -> None:
@@ -164,7 +166,7 @@ class Engine:
     @defer_interrupts
     def await_forward(self, inputs: Any) -> None:
         """End an open pass that cannot go on, before the root module's call with these inputs."""
-        if self.store.file is not None:
+        if self.store.stays_with_process:
             self.store.check_process()
         if self.state_dicts.copies.given:
             self.state_dicts.copies.check()
@@ -185,13 +187,21 @@ class Engine:
     @defer_interrupts
     def finish_pass(self) -> None:
         """End the pass, if one is open: chunks return to their home slots, except copies with live aliases."""
-        if self.store.file is not None:
+        if self.store.stays_with_process:
             self.store.check_process()
         passes = self.passes
         if passes.recording is not None or passes.counting or self.residency.exposed.bounds:
             if passes.threads.inside or passes.threads.backward:
                 passes.threads.check("a step, or a use of states or gradients,")
             passes.finish()
+
+    @defer_interrupts
+    def _end_forward_without_backward(self) -> None:
+        """End a pass that cannot go on, since nothing refers to its graph: the other ranks wait for this one's part."""
+        passes = self.passes
+        if passes.recording is not None and passes.outside and torch._C._current_graph_task_id() == -1:
+            self.store.check_process()
+            passes.end_open(())
 
     # Methods for the optimizer (`_optim.settings.OptimizerBackend`).
 
@@ -200,6 +210,12 @@ class Engine:
         return record.gradient is not GradientPlace.NONE
 
     def has_gradients(self) -> bool:
+        """Return True if a step has anything to do; ranks end an open pass first, which may be of sums alone."""
+        if self.together is not None:
+            self.finish_pass()
+        return self.holds_gradients()
+
+    def holds_gradients(self) -> bool:
         """Return True if any gradient waits for the step, or was stepped within backward already."""
         if self.stepping.groups:
             return True
@@ -213,6 +229,8 @@ class Engine:
         """Forget the gradients of these, or of all."""
         if records is None and self.stepping.groups:
             self.stepping.check_discard()
+        if self.together is not None:
+            self._end_forward_without_backward()
         chosen = list(records) if records is not None else self.records
         with torch._C.DisableTorchFunctionSubclass():
             for record in chosen:

@@ -133,7 +133,7 @@ class ModelHooks:
         if not self._owners and model is not None:
             self._watch(model)  # others may have taken the parameters over
         if not self._owners and not self.engine.usability.released:
-            forked = self.engine.store.forked  # then the disk tier is the parent's
+            forked = self.engine.store.forked  # then the tiers are the parent's
             self.engine.usability.mark_released()
             self.engine.residency.exposed.clear()
             if not forked:

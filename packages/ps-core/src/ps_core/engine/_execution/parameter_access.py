@@ -206,7 +206,7 @@ class ParameterAccess:
             placed = passes.driver.place_gradient(record, gradient)
         except Diverged as why:
             passes.diverge(why)
-            placed = False
+            placed = passes.driver.place_gradient(record, gradient)
         if not placed:
             self._gradients.accept(record, gradient)
         moment = passes.current

@@ -236,7 +236,7 @@ class PlanScheduler:
         if not training:
             segment = SegmentName.EVAL
         else:
-            if self._passes_of_step and not engine.has_gradients():
+            if self._passes_of_step and not engine.holds_gradients():
                 self._before_step = engine.passes.gradient_passes  # earlier gradients were forgotten
             micro = plan.micro_segments
             segment = micro[min(self._passes_of_step, len(micro) - 1)]

@@ -19,8 +19,8 @@ class Usability:
         """True while averages are in the weights' place (`WeightAverage.applied`); no step may be taken."""
         self.half_loaded = ""
         """The load that failed after replacing some values; nothing may be trained until a load succeeds."""
-        self.refuses = store.file is not None
-        """True if `check` may raise; read at every use of a parameter. (With a disk: in a forked process.)"""
+        self.refuses = store.stays_with_process
+        """True if `check` may raise; read at every use of a parameter. (In forks: `TierStore.stays_with_process`.)"""
 
     def mark_materialized(self, *, on: bool) -> None:
         """Refuse to train while parameters are ordinary ones, or allow it again."""
@@ -42,7 +42,7 @@ class Usability:
         self._update()
 
     def _update(self) -> None:
-        self.refuses = self.released or self.materializing or bool(self.half_loaded) or self._store.file is not None
+        self.refuses = self.released or self.materializing or bool(self.half_loaded) or self._store.stays_with_process
 
     def check(self, *, loading: bool = False) -> None:
         """Raise if training is not allowed; ``loading``: all values are about to be replaced."""

@@ -5,13 +5,14 @@ The compute tier is one block of memory, an `Arena`, in which every slot has a r
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from operator import attrgetter
 
 import torch
 
-from ps_core._errors import DoesNotFit, PlanMismatch
+from ps_core._errors import DoesNotFit, InvalidInput, PlanMismatch
 from ps_core._plan import Queue, Tier, link
 from ps_core._planner.held_slots import Span, lowest
 from ps_core.engine._devices.device import Device, WorkEvent
@@ -51,6 +52,7 @@ class TierStore:
         """The file of the disk tier, which is the last tier; None: there is none."""
         if file is not None:
             device.attach(file)
+        self._process = os.getpid()
         self.synchronous = device.synchronous
         """True if all work is over when a call returns."""
         disk_queues = DISK_QUEUES if file is not None else ()
@@ -211,14 +213,25 @@ class TierStore:
         return self.arena.fits_all(sizes)
 
     @property
+    def stays_with_process(self) -> bool:
+        """Return True if a forked copy of the process has no copy of its own of what the tiers hold."""
+        return self.file is not None or self.device.shares_memory
+
+    @property
     def forked(self) -> bool:
-        """Return True in a forked copy of a process with a disk tier: leave the file and its streams alone."""
-        return self.file is not None and self.file.forked
+        """Return True in a forked copy of a process to which the tiers belong: leave them alone."""
+        return self.stays_with_process and os.getpid() != self._process
 
     def check_process(self) -> None:
-        """Raise `InvalidInput` in a forked process if there is a disk tier; see `DiskFile.check_process`."""
+        """Raise `InvalidInput` in a forked process that would change what its parent's tiers hold."""
         if self.file is not None:
             self.file.check_process()
+        if self.forked:
+            raise InvalidInput(
+                f"this is process {os.getpid()}, a copy (fork) of process {self._process}, whose host memory other "
+                f"ranks read: only process {self._process} can use that model. Start workers with "
+                'multiprocessing.get_context("spawn"), or hand them what they need as plain tensors'
+            )
 
     def close(self) -> None:
         """Release all memory; every slot was released before, and none is reserved any more."""

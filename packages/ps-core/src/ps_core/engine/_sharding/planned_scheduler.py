@@ -23,7 +23,7 @@ from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.step_in_backward import StepInBackward
-from ps_core.engine._parameters.state_transitions import SlotContents
+from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts
 from ps_core.engine._sharding.planned_driver import RanksPlanDriver, following_driver
@@ -94,11 +94,11 @@ class RanksScheduler(PlanScheduler):
         self._served, self._batch = batch, None
         if plan is None:
             return self._demand
-        if batch is None or self._has_gradients_over_weights():
+        if batch is None or self._has_gradients_over_weights() or (training and self._has_sums_besides(plan)):
             with self._shards.moving:
                 self._homes.move_down()
             return self._demand
-        if training and self._sums.passes and not self._engine.has_gradients():
+        if training and self._sums.passes and not self._engine.holds_gradients():
             self._sums.end_step()  # what there was, was forgotten
         self._alike.compare()
         micro = plan.micro_segments
@@ -143,6 +143,12 @@ class RanksScheduler(PlanScheduler):
     def _has_gradients_over_weights(self) -> bool:
         """Return True if a weight's shard is overwritten; the same on all ranks."""
         return any(record.contents is not SlotContents.WEIGHT for record in self._engine.records)
+
+    def _has_sums_besides(self, plan: EnginePlan) -> bool:
+        """Return True if gradients lie in sums, for which the plan has no place; the same on all ranks."""
+        return plan.overwrites and any(
+            record.gradient is GradientPlace.IN_ACCUMULATOR for record in self._engine.records
+        )
 
     def observe(self, recording: PassRecording) -> None:
         """Remember a recorded pass, if the plan is not for such passes."""

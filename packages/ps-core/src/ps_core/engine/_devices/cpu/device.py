@@ -40,7 +40,7 @@ class CpuDevice:
     def __init__(self, *, name: str = "emulated") -> None:
         self.name = name
         self.torch_device = torch.device("cpu")
-        self.overcommits, self.has_collective_stream = True, False
+        self.overcommits, self.has_collective_stream, self.shares_memory = True, False, False
         self.machine = None
         self.synchronous = True
         """True until there is a disk."""
@@ -87,7 +87,7 @@ class CpuDevice:
 
     def use_memory(self, allocate: Callable[[int], torch.Tensor]) -> None:
         """Take all memory from ``allocate`` from now on; while that raises `MemoryError`, from the system."""
-        self._allocate = allocate
+        self._allocate, self.shares_memory = allocate, True
 
     def _memory(self, kind: str, size_bytes: int) -> torch.Tensor:
         if size_bytes < 1:

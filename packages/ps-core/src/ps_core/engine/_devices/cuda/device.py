@@ -74,7 +74,7 @@ class CudaDevice:
     def __init__(self, runtime: CudaRuntime, *, pin: bool = True) -> None:
         self.name = "cuda"
         self.torch_device = runtime.torch_device
-        self.overcommits = False
+        self.overcommits = self.shares_memory = False
         self.has_collective_stream = True
         self.synchronous = False
         self._worker = HostWorker(runtime.bind_thread)

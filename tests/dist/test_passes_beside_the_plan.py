@@ -1,0 +1,126 @@
+"""Ranks that follow a plan, and passes that it is not for: more of them, fewer backward passes, other gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from _one_process import adds_like, check_weights
+from _threads import Together, run
+from _zero_cases import states
+from ps_core import AdamW
+from ps_core.engine import chunked, release
+from test_planned_ranks import Case, Pass, both_trained, gradients_of_both, one_pass, passed
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_more_passes_than_the_plan_is_for_give_the_bits_of_one_process(device: str, precision: str) -> None:
+    def steps(each: Together) -> None:
+        case = Case(device, precision, 100)
+        (model, optimizer), (single, reference) = case.made(each, 1), case.made(None, 2)
+        for step, passes in enumerate((1, 1, 2, 3, 4, 1)):
+            count = 2 * passes
+            for part in range(each.rank, count, 2):
+                passed(model, step, part, count)
+            run_alone = partial(passed, single, step, count=count)
+            adds_like(each.mesh, single, reference, run_alone, count, rounds=precision != "fp32")
+            for front in (optimizer, reference):
+                front.step()
+                front.zero_grad()
+            found, wanted = states(optimizer), states(reference)
+            assert all(torch.equal(found[name], value) for name, value in wanted.items())
+            check_weights(model)
+        release(model)
+        release(single)
+
+    run(2, steps)
+
+
+@pytest.mark.parametrize("then", ["step", "read", "forget"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_rank_whose_forward_has_no_backward_does_not_leave_the_others_alone(precision: str, then: str) -> None:
+    """Its part of the plan's sums comes before the step, and before gradients are read or forgotten."""
+
+    def no_backward(each: Together) -> None:
+        fronts = both_trained(each, precision)
+        (model, optimizer), (single, reference) = fronts
+        if each.rank:
+            one_pass(model, 2, each.rank, Pass((0, 1)), [])
+        else:
+            model(torch.ones(3, 16), Pass((0, 1)), [])
+        reference.zero_grad()
+        one_pass(single, 2, 1, Pass((0, 1)), [])
+        if then == "read":
+            for mine, other in zip(model.parameters(), single.parameters(), strict=True):
+                found, wanted = mine.grad, other.grad
+                assert (found is None) == (wanted is None)
+                if found is not None and wanted is not None:
+                    assert torch.equal(found.clone(), wanted.clone())
+        if then == "forget":
+            for front in (optimizer, reference):
+                front.zero_grad()
+            gradients_of_both(each, fronts, 3, [Pass((0, 1))] * 2, precision)
+        optimizer.step()
+        reference.step()
+        found, wanted = states(optimizer), states(reference)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        for model, _ in fronts:
+            release(model)
+
+    run(2, no_backward)
+
+
+class BiasLater(nn.Module):
+    """A layer whose bias has a gradient only where the caller says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        seeded = torch.Generator().manual_seed(1)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.25, generator=seeded)
+
+    def forward(self, x: torch.Tensor, learns_bias: bool) -> torch.Tensor:
+        bias = self.layer.bias if learns_bias else self.layer.bias.detach()
+        return nn.functional.linear(x, self.layer.weight, bias).float().square().sum()
+
+
+@pytest.mark.parametrize("first", ["one rank", "all ranks"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gradient_that_a_planned_group_never_had_is_not_lost(precision: str, first: str) -> None:
+    def steps(each: Together) -> None:
+        fronts = [
+            chunked(
+                BiasLater(),
+                AdamW(lr=1e-2),
+                device="cpu",
+                precision=precision,
+                accumulation_steps=1 if together else 2,
+                collectives=together,
+            )
+            for together in (each, None)
+        ]
+        (model, optimizer), (single, reference) = fronts
+        for step in range(4):
+            learns = [step > 1, step > 1 and first == "all ranks"]
+
+            def alone(part: int, model: nn.Module = single, step: int = step, learns: Any = learns) -> None:
+                x = torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + part))
+                model(x, learns[part]).backward()
+
+            alone(each.rank, model)
+            adds_like(each.mesh, single, reference, alone, 2, rounds=precision != "fp32")
+            for front in (optimizer, reference):
+                front.step()
+                front.zero_grad()
+            found, wanted = states(optimizer), states(reference)
+            assert all(torch.equal(found[name], value) for name, value in wanted.items()), step
+        release(model)
+        release(single)
+
+    run(2, steps)
