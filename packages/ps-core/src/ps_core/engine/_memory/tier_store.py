@@ -53,6 +53,8 @@ class TierStore:
         if file is not None:
             device.attach(file)
         self._process = os.getpid()
+        self.stays_with_process = file is not None or device.shares_memory
+        """True if a forked copy of the process has no copy of its own of what the tiers hold."""
         self.synchronous = device.synchronous
         """True if all work is over when a call returns."""
         disk_queues = DISK_QUEUES if file is not None else ()
@@ -211,11 +213,6 @@ class TierStore:
         if not self.arena.exists:
             return sum(sizes) <= self.free_bytes(0) + self.spare.bytes
         return self.arena.fits_all(sizes)
-
-    @property
-    def stays_with_process(self) -> bool:
-        """Return True if a forked copy of the process has no copy of its own of what the tiers hold."""
-        return self.file is not None or self.device.shares_memory
 
     @property
     def forked(self) -> bool:
