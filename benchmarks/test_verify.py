@@ -8,8 +8,8 @@ import pytest
 
 from ps_core._layout import lay_out
 from ps_core._plan import Plan, Tier
+from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import filled
-from ps_core._planner.plan_segment import make_plan
 from ps_core._planner.tier_division import make_frame
 from ps_core._program import Program
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace

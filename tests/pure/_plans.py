@@ -10,8 +10,8 @@ from ps_core._errors import DoesNotFit
 from ps_core._plan import TIER_STACKS, Plan
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.low_memory_plan import tight_plan
+from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import filled
-from ps_core._planner.plan_segment import make_plan
 from ps_core._planner.tier_division import NoRoom, make_frame
 from ps_core._program import Program
 

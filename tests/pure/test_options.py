@@ -65,6 +65,8 @@ def test_a_match_sees_the_parameter():
         lambda: AdamW(groups=(Group(match=is_bias, momentum=0.9),)),
         lambda: SGD(groups=(Group(match=is_bias, betas=(0.9, 0.9)),)),
         lambda: SGD(groups=(Group(match=is_bias, lr=-1.0),)),
+        lambda: SGD(groups=(Group(match=is_bias, kind=dict),)),
+        lambda: AdamW(groups=(Group(match=is_bias, kind="Adam"),)),
         lambda: Budget(device="20Gb?"),
         lambda: Budget(host=-1),
         lambda: Budget(disk="1GB"),

@@ -12,8 +12,8 @@ from _programs import programs_and_tiers
 from ps_core._layout import lay_out
 from ps_core._plan import Copy, Gather, Norm, ReduceScatter, Release, Reserve, Run, Tier
 from ps_core._planner.eviction_policy import Policy
+from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import Placement, filled, lay_home, work_tier
-from ps_core._planner.plan_segment import make_plan
 from ps_core._planner.tier_division import NoRoom, Zone, make_frame
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
 from ps_core._simulate.clock import moved_bytes

@@ -15,7 +15,7 @@ from _growth import CASES, STEEPEST, WIDEST, exponent, streaming, work
 from ps_core._command import largest_model
 from ps_core._command.forecast import Training, bounds, forecast
 from ps_core._plan import Plan
-from ps_core._planner import arena, arrangement, emit, make_plan
+from ps_core._planner import arena, arrangement, emit, segment_walker
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES
 from ps_core._workloads.named_shapes import shape
@@ -26,7 +26,7 @@ COUNTED = (
     (arena.Arena, "find"),
     (arena.Arena, "rate"),
     (arena._Runs, "add"),  # a piece looked at
-    (make_plan.Walker, "holding"),
+    (segment_walker.Walker, "holding"),
     (emit.Emitter, "emit"),
     (emit.Emitter, "last_access"),
 )

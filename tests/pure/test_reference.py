@@ -35,8 +35,8 @@ from ps_core._plan import (
     Tier,
     slots_of,
 )
+from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import filled
-from ps_core._planner.plan_segment import make_plan
 from ps_core._planner.tier_division import make_frame
 from ps_core._program import Extent, Kind, Precision, Program, SegmentName
 from ps_core._reference.execute_plan import Execution, Observed, Order, execute

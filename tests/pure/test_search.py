@@ -8,8 +8,8 @@ from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._layout import lay_out
 from ps_core._plan import Tier
 from ps_core._planner.eviction_policy import Policy
+from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import filled
-from ps_core._planner.plan_segment import make_plan
 from ps_core._planner.scores import Found, Scorer
 from ps_core._planner.search import Setup, find_plan, group_sizes, with_policy
 from ps_core._planner.tier_division import NoRoom, make_frame

@@ -1,254 +1,270 @@
-"""Make a plan from a program, tiers and a placement: where extents are when, and the instructions for it.
-
-[Note: how moves come to overlap]
-The planner walks through a segment. Before each moment it fetches what is missing, and evicts by policy. That gives the
-*order* of each queue. The *time* of a move follows from the waits. A fetch waits only until its target bytes are free,
-and those were chosen among the longest idle. A victim's bytes are released on the queue that needs them, not where the
-victim was last used. So no queue waits for another one's releases. The result is prefetch as early and as deep as
-memory allows, without a clock.
-
-Home slots never move, and their bytes are never lent. So every segment can end where it began, and a victim always has
-a place. All else of a tier is arena (the compute tier's, below the highest non-model bytes).
-"""
+"""Walk through each segment and decide which extents are copied where, in which order."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
-from ps_core._plan import Copy, Op, Plan, Queue, Release, Reserve, Segment, link
-from ps_core._planner.arena import STALE, Arena, Piece, Window
-from ps_core._planner.emit import Emitter
-from ps_core._planner.eviction_policy import NEVER, Ranker
+from ps_core._plan import (
+    Accumulate,
+    Cast,
+    Decide,
+    Gather,
+    Norm,
+    Plan,
+    Queue,
+    ReduceScatter,
+    Run,
+    Segment,
+    Step,
+    worker,
+)
+from ps_core._planner.placement import work_tier
+from ps_core._planner.segment_walker import Walker, assemble
 from ps_core._planner.tier_division import Frame, NoRoom
-from ps_core._program import Extent, Kind, SegmentName
+from ps_core._program import Extent, Kind, Program, SegmentName, Visit
 
 
-@dataclass(slots=True)
-class Resident:
-    """One copy of an extent on one tier; ``piece`` and ``arena`` are None for a home slot."""
-
-    slot: int
-    version: int | None
-    piece: Piece | None = None
-    arena: Arena | None = None
-
-    @property
-    def dead(self) -> bool:
-        """Return True if this copy is not needed any more."""
-        return self.piece is not None and self.piece.idle
+def make_plan(frame: Frame, only: Iterable[SegmentName] | None = None) -> Plan:
+    """Plan every segment of the frame's program, or some; raise `NoRoom` if the placement leaves too little."""
+    wanted = frame.program.segments if only is None else tuple(only)
+    return assemble(frame, [make_segment(frame, name) for name in wanted])
 
 
-class Walker:
-    """Plan one segment: track where extents are, and the instructions so far."""
+def make_segment(frame: Frame, name: SegmentName) -> Segment:
+    """Plan one segment."""
+    if name.is_micro or name is SegmentName.EVAL:
+        return _Moments(frame, name).walk()
+    return _Updates(frame, name).walk()
 
-    def __init__(self, frame: Frame, segment: SegmentName, uses: dict[Extent, Sequence[int]]) -> None:
-        self.frame = frame
-        self.program = frame.program
-        self.segment = segment
-        self.out = Emitter()
-        self.now = -1
-        self.versions = dict(self.program.entry(segment))
-        self.ranker: Ranker[Extent] = Ranker(
-            frame.policy, uses, frozenset(Extent(self.program.weight, group) for group in frame.kept)
-        )
-        self._slots = len(frame.home)
-        self._home: dict[Extent, int] = {}
-        self.residents: dict[Extent, dict[int, Resident]] = {}
-        for slot, held in enumerate(frame.home):
-            self._home[held.extent] = held.tier
-            self.residents[held.extent] = {held.tier: Resident(slot, self.versions.get(held.extent))}
-        self._pins: dict[tuple[Extent, int], int] = {}
-        self._arenas = frame.arenas(segment)
-        self._owners: dict[int, Extent] = {}
-        """The owner of each slot outside home slots."""
-        self._stirred: set[Extent] = set()
-        """Extents whose copies' worth may differ from what their arenas know."""
 
-    # What is where.
+def _next_uses(program: Program, name: SegmentName) -> dict[Extent, Sequence[int]]:
+    """Map extents to the moments that need each on the compute tier; a shard is needed with its gathered group."""
+    uses: dict[Extent, list[int]] = {}
+    for visit in program.segment_visits(name):
+        for use in program.uses(name, visit):
+            uses.setdefault(use.extent, []).append(visit.index)
+            if use.extent.kind is Kind.FULL:
+                uses.setdefault(Extent(program.weight, use.extent.index), []).append(visit.index)
+    return dict(uses)
 
-    def home_tier(self, extent: Extent) -> int:
-        """Return the tier of the extent's home slot."""
-        return self._home[extent]
 
-    def holding(self, extent: Extent) -> list[int]:
-        """Return the tiers that hold the extent's newest version, fastest first."""
-        version = self.versions.get(extent)
-        if version is None:
-            return []
-        return sorted([tier for tier, row in self.residents[extent].items() if row.version == version])
+class _Moments(Walker):
+    """Plan a micro-batch, or an evaluation."""
 
-    def slot(self, extent: Extent, tier: int) -> int:
-        """Return the slot of an existing copy."""
-        return self.residents[extent][tier].slot
+    def __init__(self, frame: Frame, name: SegmentName) -> None:
+        super().__init__(frame, name, _next_uses(frame.program, name))
+        self._seq = 0
+        self._norms: list[tuple[int, int]] = []
 
-    @contextmanager
-    def pinned(self, extents: Iterable[tuple[Extent, int]]) -> Iterator[None]:
-        """Pin these copies within the block."""
-        pins = list(extents)
-        for pin in pins:
-            self.pin(pin)
-        try:
-            yield
-        finally:
+    def walk(self) -> Segment:
+        visits = self.program.segment_visits(self.segment)
+        ahead: list[tuple[Extent, int]] = []
+        for place, visit in enumerate(visits):
+            self._begin(visit)
+            pins = self._run(visit)
+            for pin in ahead:
+                self.unpin(pin)
+            self._measure()
+            ahead = self._gather_ahead(visits[place + 1]) if self.frame.deep and place + 1 < len(visits) else []
+            if self.segment.is_micro:
+                self._leave(visit)
             for pin in pins:
                 self.unpin(pin)
+        if self.segment is SegmentName.MICRO_LAST:
+            self._measure()
+            self.emit(Queue.COLL, Decide(self._seq), also=self._norm_ids)
+        return self.finish()
 
-    def pin(self, pin: tuple[Extent, int]) -> None:
-        """Pin a copy until `unpin` was called as often."""
-        self._pins[pin] = self._pins.get(pin, 0) + 1
+    # One moment.
 
-    def unpin(self, pin: tuple[Extent, int]) -> None:
-        """Undo one `pin`."""
-        self._pins[pin] -= 1
-
-    # Making it so.
-
-    def at(self, extent: Extent, tier: int) -> int:
-        """Copy the newest version of an extent to a tier, if it is not there; return its slot."""
-        holding = self.holding(extent)
-        if tier in holding:
-            return self.slot(extent, tier)
-        source = min(holding, key=lambda other: abs(other - tier))
-        step = tier + (1 if source > tier else -1)
-        origin = self.at(extent, step)
-        tiers = self.frame.tiers
-        queue = link(tiers[step].name, tiers[tier].name)
-        with self.pinned([(extent, step)]):
-            target = self.room(extent, tier, queue)
-        version = self.versions[extent]
-        op = Copy(extent, version, origin, target, self.program.bytes_of(extent))
-        self.emit(queue, op, reads=(origin,), writes=(target,))
-        self.residents[extent][tier].version = version
-        return target
-
-    def room(self, extent: Extent, tier: int, queue: Queue) -> int:
-        """Return a slot for the extent on a tier, with any contents; ``queue`` reserves it if there is none."""
-        rows = self.residents.setdefault(extent, {})
-        if tier in rows:
-            piece = rows[tier].piece
-            if piece is not None:
-                piece.idle = False
+    def _begin(self, visit: Visit) -> None:
+        """Advance to the moment: what it uses will next be needed later."""
+        self.now = visit.index
+        for use in self.program.uses(self.segment, visit):
+            for extent in self._meant(use.extent):
                 self.stir(extent)
-            return rows[tier].slot
-        arena = self._arenas[tier, self.frame.zone(extent, tier)]
-        size = self.frame.slot_bytes(extent, tier)
-        window = self._window(arena, tier, size)
-        if window is None:
-            raise NoRoom(tier, self.now, size)
-        for victim in window.victims:
-            self.evict(victim, tier, queue)
-        taken, freed = arena.allocate(window, size, extent)
-        slot = self._slots
-        self._slots += 1
-        self._owners[slot] = extent
-        self.emit(queue, Reserve(slot, tier, taken.offset, size), writes=(slot,), also=freed)
-        rows[tier] = Resident(slot, None, taken, arena)
-        self.ranker.loaded(extent)
-        return slot
 
-    def _window(self, arena: Arena, tier: int, size: int) -> Window | None:
-        def stays(owner: Extent) -> bool:
-            return bool(self._pins.get((owner, tier)))
+    def _meant(self, extent: Extent) -> tuple[Extent, ...]:
+        """Return the extents used with this one: a gathered group's shard counts too."""
+        return (extent, Extent(self.program.weight, extent.index)) if extent.kind is Kind.FULL else (extent,)
 
-        self._rate()
-        return arena.find(size, stays)
+    def _run(self, visit: Visit) -> list[tuple[Extent, int]]:
+        slots, written = [], []
+        pins: list[tuple[Extent, int]] = []
+        uses = self.program.uses(self.segment, visit)
+        for use in uses:
+            if self.holding(use.extent)[:1] == [0]:
+                self.pin((use.extent, 0))
+                pins.append((use.extent, 0))
+        for use in uses:
+            if use.before is None:
+                slot = self.room(use.extent, 0, Queue.COMPUTE)
+            else:
+                slot = self._ready(use.extent)
+            self.pin((use.extent, 0))
+            pins.append((use.extent, 0))
+            for extent in self._meant(use.extent):
+                self.ranker.used(extent)
+                self.stir(extent)
+            slots.append(slot)
+            if use.before != use.after:
+                written.append((use, slot))
+        changed = [slot for _, slot in written]
+        steady = [slot for slot in slots if slot not in changed]
+        self.emit(Queue.COMPUTE, Run(visit.index, tuple(slots), visit.nonmodel_bytes), reads=steady, writes=changed)
+        for use, _ in written:
+            self.wrote(use.extent, 0, use.after)
+        return pins
 
-    def stir(self, extent: Extent) -> None:
-        """Note that the worth of the extent's copies may have changed: it was used, made, or next needed now."""
-        self._stirred.add(extent)
+    def _ready(self, extent: Extent) -> int:
+        """Return the slot of the extent on the compute tier; gather it if it is a gathered group."""
+        if extent.kind is not Kind.FULL or 0 in self.holding(extent):
+            return self.at(extent, 0)
+        weight = Extent(self.program.weight, extent.index)
+        shard = self.at(weight, 0)
+        with self.pinned([(weight, 0)]):
+            full = self.room(extent, 0, Queue.COLL)
+        self.emit(Queue.COLL, Gather(extent.index, shard, full, self._next()), reads=(shard,), writes=(full,))
+        self.wrote(extent, 0, 0)
+        return full
 
-    def _rate(self) -> None:
-        for extent in self._stirred:
-            for row in self.residents.get(extent, {}).values():
-                if row.piece is not None and row.arena is not None and not row.piece.idle:
-                    row.arena.rate(row.piece, self._worth(extent, row), self.out.last_access(row.slot))
-        self._stirred.clear()
+    def _next(self) -> int:
+        self._seq += 1
+        return self._seq - 1
 
-    def _worth(self, extent: Extent, row: Resident) -> float | None:
-        version = self.versions.get(extent)
-        if row.version != version:
-            return STALE
-        if version and extent.kind in (Kind.FULL, Kind.GRAD):
-            return None
-        if version and self.segment.is_micro and extent.kind is self.program.weight:
-            return NEVER
-        return self.ranker.worth(extent, self.now)
+    def _gather_ahead(self, visit: Visit) -> list[tuple[Extent, int]]:
+        """Gather for the next moment now: later it would wait behind this one's reduce-scatter."""
+        pins = []
+        for use in self.program.uses(self.segment, visit):
+            if use.extent.kind is Kind.FULL and use.before is not None:
+                try:
+                    self._ready(use.extent)
+                except NoRoom:
+                    break
+                pins.append((use.extent, 0))
+                self.pin((use.extent, 0))
+        return pins
+
+    # Extents that a moment is the last to need.
+
+    def _leave(self, visit: Visit) -> None:
+        for group in self.program.completions[visit.index]:
+            self._complete(group)
+        for activation in visit.takes:
+            if self.program.last_takes[activation] == visit.index:
+                self.discard(Extent(Kind.ACT, activation))
+
+    def _complete(self, group: int) -> None:
+        program = self.program
+        if program.overwrites:
+            weight = Extent(program.weight, group)
+            if program.ranks > 1:
+                self._reduce(group, Extent(program.gradient, group), weight)
+            self._norms.append((group, self.slot(weight, 0)))
+            if program.ranks == 1:
+                self._measure()
+            self.bring_home(weight)
+            for tier in self.residents[weight]:
+                self.abandon(weight, tier)
+            return
+        gradient = Extent(program.local_gradient, group)
+        if program.ranks > 1:
+            self._reduce(group, Extent(Kind.GRAD, group), gradient)
+        self._accumulate(group, gradient)
+
+    def _reduce(self, group: int, source: Extent, target: Extent) -> None:
+        origin = self.slot(source, 0)
+        with self.pinned([(source, 0)]):
+            shard = self.room(target, 0, Queue.COLL)
+            with self.pinned([(target, 0)]):
+                scratch = Extent(Kind.WIRE, group)
+                wire = self.room(scratch, 0, Queue.COLL)
+        op = ReduceScatter(group, origin, wire, shard, self._next())
+        self.emit(Queue.COLL, op, reads=(origin,), writes=(wire, shard))
+        self.wrote(target, 0, len(self.program.gradient_visits[group]))
+        self.discard(source)
+        self.discard(scratch)
+
+    def _accumulate(self, group: int, gradient: Extent) -> None:
+        total = Extent(Kind.ACC, group)
+        tiers = self.frame.tiers
+        tier = work_tier(tiers, self.home_tier(total))
+        first = self.program.accumulates_first(self.segment)
+        source = self.at(gradient, tier)
+        with self.pinned([(gradient, tier)]):
+            queue = worker(tiers, tier)
+            target = self.room(total, tier, queue) if first else self.at(total, tier)
+        self.emit(queue, Accumulate(group, source, target, first), reads=(source,), writes=(target,))
+        self.wrote(total, tier, 1 if first else 2)
+        self.discard(gradient)
+        if self.segment is SegmentName.MICRO_LAST:
+            self.emit_norm(group, target, queue)
+        if tier != self.home_tier(total):
+            self.bring_home(total)
+
+    # Norms. A reduced shard's is taken a moment later, so that the next moment need not wait for the reduction.
 
     def evict(self, extent: Extent, tier: int, queue: Queue) -> None:
-        """Release a copy's bytes to ``queue``; first copy it to a lower tier if it is the only one."""
-        row = self.residents[extent][tier]
-        if not row.dead and extent.kind is not Kind.FULL and self.holding(extent) == [tier]:
-            if tier + 1 == len(self.frame.tiers):
-                raise NoRoom(tier, self.now, self.program.bytes_of(extent))
-            self.at(extent, tier + 1)
-        assert row.piece is not None, "home slots are no victims"
-        assert row.arena is not None
-        freed = self.emit(queue, Release(row.slot), writes=(row.slot,))
-        row.arena.free(row.piece, freed)
-        del self.residents[extent][tier]
+        if any(slot == self.slot(extent, tier) for _, slot in self._norms):
+            self._measure()
+        super().evict(extent, tier, queue)
 
-    def discard(self, extent: Extent) -> None:
-        """Note that the extent is not needed any more: its bytes may be reused."""
-        self.versions.pop(extent, None)
-        for tier in self.residents.get(extent, {}):
-            self.abandon(extent, tier)
+    @property
+    def _norm_ids(self) -> list[int]:
+        return [instr.id for instr in self.out.instrs if isinstance(instr.op, Norm)]
 
-    def abandon(self, extent: Extent, tier: int) -> None:
-        """Note that the copy on this tier is not needed any more; a home slot stays all the same."""
-        row = self.residents[extent][tier]
-        if row.piece is not None and row.arena is not None:
-            row.arena.abandon(row.piece, self.out.last_access(row.slot))
+    def emit_norm(self, group: int, slot: int, queue: Queue) -> None:
+        """Compute a group's sum of squares on the tier of its gradient."""
+        self.emit(queue, Norm(group, slot), reads=(slot,))
 
-    def wrote(self, extent: Extent, tier: int, version: int) -> None:
-        """Note that the copy on this tier is now the extent's newest version."""
-        self.versions[extent] = version
-        self.residents[extent][tier].version = version
-        self.stir(extent)
+    def _measure(self) -> None:
+        for group, slot in self._norms:
+            self.emit_norm(group, slot, Queue.COMPUTE)
+        self._norms.clear()
 
-    def emit(
-        self,
-        queue: Queue,
-        op: Op,
-        *,
-        reads: Collection[int] = (),
-        writes: Collection[int] = (),
-        also: Iterable[int] = (),
-    ) -> int:
-        """Append an instruction, with the waits that its slots need."""
-        number = self.out.emit(queue, op, reads=reads, writes=writes, also=also, visit=self.now)
-        for slot in (*reads, *writes):
-            if slot in self._owners:
-                self._stirred.add(self._owners[slot])
-        return number
 
-    def bring_home(self, extent: Extent) -> None:
-        """Copy the newest version to the home slot."""
-        self.at(extent, self.home_tier(extent))
+class _Updates(Walker):
+    """Plan a step, a skipped step, or the prologue: one pass over the groups in the next forward's order."""
 
-    def finish(self) -> Segment:
-        """Copy everything to its home slot, and release all other slots."""
-        for extent in self.program.exit(self.segment):
+    def __init__(self, frame: Frame, name: SegmentName) -> None:
+        super().__init__(frame, name, {})
+
+    def walk(self) -> Segment:
+        if self.segment is SegmentName.STEP:
+            for group in self.program.stepped:
+                self._step(group)
+        for group in self.program.casts(self.segment):
+            self._cast(group)
+        return self.finish()
+
+    def _step(self, group: int) -> None:
+        program, tiers = self.program, self.frame.tiers
+        tier = self.frame.placement.steps[group]
+        queue = worker(tiers, tier)
+        extents = [Extent(kind, group) for kind in program.home_kinds(group)]
+        slots = []
+        for extent in extents:
+            born = extent.kind is Kind.P16 and not program.overwrites
+            slots.append(self.room(extent, tier, queue) if born else self.at(extent, tier))
+            self.pin((extent, tier))
+        read = [slot for extent, slot in zip(extents, slots, strict=True) if extent.kind is Kind.ACC]
+        self.emit(queue, Step(group, tuple(slots)), reads=read, writes=[slot for slot in slots if slot not in read])
+        for extent in extents:
+            self.unpin((extent, tier))
+            if extent.kind is Kind.ACC:
+                self.discard(extent)
+                continue
+            self.wrote(extent, tier, program.rebuilt(group) if extent.kind is Kind.P16 else 1)
             self.bring_home(extent)
-        for (tier, _), arena in self._arenas.items():
-            for piece in arena.owned():
-                owner = piece.owner
-                assert owner is not None
-                slot = self.slot(owner, tier)
-                queues = self.out.last_queues(slot)
-                away = Queue.D2H if self.frame.tiers[tier].name == "device" else Queue.DISK_W
-                self.emit(queues.pop() if len(queues) == 1 else away, Release(slot), writes=(slot,))
-        return Segment(self.segment, tuple(self.out.instrs))
 
-
-def assemble(frame: Frame, segments: Iterable[Segment], notes: tuple[str, ...] = ()) -> Plan:
-    """Make the plan of these segments."""
-    return Plan(
-        tiers=frame.tiers,
-        home=frame.home,
-        segments=tuple(segments),
-        policy=frame.policy.value,
-        step_tiers=frame.placement.steps,
-        notes=notes,
-    )
+    def _cast(self, group: int) -> None:
+        tiers = self.frame.tiers
+        master, weight = Extent(Kind.P32, group), Extent(Kind.P16, group)
+        tier = work_tier(tiers, self.home_tier(master))
+        queue = worker(tiers, tier)
+        source = self.at(master, tier)
+        with self.pinned([(master, tier)]):
+            target = self.room(weight, tier, queue)
+        self.emit(queue, Cast(group, source, target), reads=(source,), writes=(target,))
+        self.wrote(weight, tier, self.program.rebuilt(group))
+        self.bring_home(weight)

@@ -17,8 +17,8 @@ from ps_core._plan import Plan, Tier, check_tiers
 from ps_core._planner.bounds import check_fits, largest_extent_bytes
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.low_memory_plan import tight_plan
+from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import Placement
-from ps_core._planner.plan_segment import make_plan
 from ps_core._planner.scores import Found, Scorer, beats
 from ps_core._planner.tier_division import NoRoom, make_frame
 from ps_core._program import Precision, Program
