@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,16 @@ import ps_kernels
 from _models import stack
 from ps_core import AdamW, Budget
 from ps_core.engine import chunked, release, statistics
+from ps_kernels._arithmetic_order import AdamArguments
 
 LAYERS, WARM_UP = 12, 4
 OURS = tuple(str(Path(package.__file__).parent) for package in (ps_core, ps_kernels) if package.__file__)
+
+
+@pytest.fixture(autouse=True)
+def no_constants_of_earlier_steps() -> None:
+    """Forget the constants of Adam's steps: another test may have asked for the same."""
+    AdamArguments.scalars.cache_clear()
 
 
 def calls_of_ours(function: Callable[[], object]) -> int:
@@ -31,11 +39,14 @@ def calls_of_ours(function: Callable[[], object]) -> int:
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(OURS)
 
+    gc.collect()  # what earlier tests left would be freed meanwhile, by functions of ours
+    gc.disable()
     sys.setprofile(look)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
@@ -75,9 +86,9 @@ class Mean(nn.Module):
     ("device", "precision", "forward", "backward", "step"),
     [
         ("cpu", "fp32", 7.8, 15.3, 8.1),
-        ("cpu", "bf16", 7.8, 18.3, 5.1),
-        ("emulated", "fp32", 7.6, 12.9, 3.5),
-        ("emulated", "bf16", 7.6, 18.3, 3.5),
+        ("cpu", "bf16", 7.8, 18.3, 5.2),
+        ("emulated", "fp32", 7.6, 12.9, 3.6),
+        ("emulated", "bf16", 7.6, 18.3, 3.6),
     ],
 )
 def test_calls_for_each_parameter(device: str, precision: str, forward: float, backward: float, step: float) -> None:
@@ -100,7 +111,7 @@ def test_calls_for_each_parameter(device: str, precision: str, forward: float, b
 
 LIMITS = {
     "every group moves": {"forward": (398, 15), "backward": (654, 15), "step": (369, 15)},
-    "nothing moves": {"forward": (206, 14), "backward": (464, 14), "step": (360, 14)},
+    "nothing moves": {"forward": (206, 14), "backward": (464, 14), "step": (369, 15)},
 }
 """Calls and files of each part of a step, as they were counted."""
 
