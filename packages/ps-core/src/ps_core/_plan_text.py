@@ -4,50 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 from ps_core._errors import InvalidInput
-from ps_core._plan import (
-    Accumulate,
-    Cast,
-    Copy,
-    Decide,
-    Gather,
-    Held,
-    Instr,
-    Norm,
-    Op,
-    Plan,
-    Queue,
-    ReduceScatter,
-    Release,
-    Reserve,
-    Run,
-    Segment,
-    Shift,
-    Step,
-    Tier,
-)
+from ps_core._plan import Held, Instr, Op, Plan, Queue, Segment, Tier
 from ps_core._program import Extent, Kind, SegmentName
 
 FORMAT = "ps_core.plan/1"
-_OPS: dict[str, type[Any]] = {
-    op.__name__: op
-    for op in (
-        Reserve,
-        Release,
-        Copy,
-        Shift,
-        Gather,
-        ReduceScatter,
-        Run,
-        Accumulate,
-        Norm,
-        Decide,
-        Step,
-        Cast,
-    )
-}
+_OPS: dict[str, type[Any]] = {op.__name__: op for op in get_args(Op)}
 
 
 def plan_to_text(plan: Plan) -> str:
