@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from threading import get_ident
+from threading import Thread, get_ident
 from typing import Any
 
 import pytest
@@ -242,3 +242,19 @@ def given_up(each: ps_dist.TorchCollectives) -> bool:
     """Whether another rank has written why."""
     store: Any = each._watchdog._store
     return bool(store.check(["exit message"]))
+
+
+def answers_until_all_leave(each: ps_dist.TorchCollectives) -> None:
+    """Rank 0 closes its connection first; rank 1 still gets an answer for a shard."""
+    other = ps_dist.connect(timeout_s=30)
+    ask = other.serve(lambda group, steps: torch.full((4,), 10 * each.process + group, dtype=torch.uint8))
+    if each.process == 0:
+        leaving = Thread(target=other.close)
+        leaving.start()
+        leaving.join(0.3)  # by then it would have left, if it did not wait
+        each.barrier()
+        leaving.join()
+    else:
+        each.barrier()
+        assert [shard.tolist() for shard in ask(3, 0)] == [[3] * 4, [13] * 4]
+        other.close()

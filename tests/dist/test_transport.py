@@ -79,6 +79,10 @@ def test_a_copy_of_a_process_is_in_no_group(two: Crew) -> None:
     two.run(cases.in_a_copy)
 
 
+def test_a_rank_that_is_done_first_answers_until_all_leave(two: Crew) -> None:
+    two.run(cases.answers_until_all_leave)
+
+
 def test_one_connection_may_outlive_another() -> None:
     with crew(2) as joined:
         joined.run(cases.joined_anew)

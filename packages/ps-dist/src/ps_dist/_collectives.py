@@ -295,6 +295,7 @@ class TorchCollectives:
     def close(self) -> None:
         """Leave the group once all that was begun is complete; safe to call twice.
 
+        Where models follow a plan, wait for the other ranks: until they leave they may ask for this rank's shards.
         While an exception is handled it leaves at once, and ranks that wait are told which exception it was.
         """
         self._close(describe_exception(sys.exc_info()[1]))
@@ -312,7 +313,7 @@ class TorchCollectives:
             return
         if self._answers is not None and waits and not error:
             with suppress(RanksDiverged):  # whoever has ended asks nothing
-                self.all_values([0.0], "leave")  # until then others may ask for shards
+                self.all_values([0.0], "leave")
         self._open = False
         self._at_exit.cancel()
         if self._answers is not None:
