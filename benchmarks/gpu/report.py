@@ -72,7 +72,7 @@ def how(folders: Sequence[Path], kernels: Row, statuses: Row) -> list[str]:
 
 
 def of_ladder(folder: Path) -> list[str]:
-    """What the ladder said, in the log of all parts."""
+    """Return the output of the ladder, which is a part of the log."""
     path = folder / "log.txt"
     said = path.read_text("utf-8", "replace") if path.is_file() else ""
     _, begun, rest = said.partition("== ladder\n")
@@ -80,7 +80,7 @@ def of_ladder(folder: Path) -> list[str]:
 
 
 def of_timelines(rows: list[Row]) -> list[str]:
-    """Where a step's time went, and where the simulator said that it goes."""
+    """Return a table of one step: how long the device works and waits for what, measured and planned."""
     table = []
     for row in rows:
         for which, found in (row.get("profile") or {}).items():

@@ -51,7 +51,7 @@ class Case:
     machine: str | None = None
     """The engine's machine file; None: built-in rates."""
     timeline: str | None = None
-    """Where to write the timelines of steps that are profiled, without the ending."""
+    """The file, without its ending, that timelines of profiled steps are written to; None: none is written."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.pass_recording import PassRecording
 
 _PLANS_AT_ONCE = 8
-"""So often ranks plan as soon as there is a new recording; then they wait for 2, 4, 8 ... steps in between."""
+"""Number of plans that ranks make as soon as there is a new recording; then they wait for 2, 4, 8 ... steps."""
 
 
 class RanksScheduler(PlanScheduler):
@@ -66,10 +66,10 @@ class RanksScheduler(PlanScheduler):
         demand.record_all()
         self._plans_made = 0
         """How often the ranks told each other what they recorded; the same on all ranks."""
-        self._refused: tuple[PassRecording, BatchShape] | None = None
-        """What no plan was found for."""
         self._steps_until_plan = 0
-        """Steps before they do again, so that ranks which never do alike do not plan in every step."""
+        """Steps before they tell each other again: ranks that never do the same must not plan in every step."""
+        self._refused: tuple[PassRecording, BatchShape] | None = None
+        """The recording that no plan was found for."""
 
     def _request(self, options: Options) -> PlanRequest:
         return RanksPlanRequest(self._engine, self._model_name, self._setup, options, self._together)
