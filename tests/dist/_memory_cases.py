@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -128,3 +129,32 @@ def fills(each: ps_dist.TorchCollectives, size: int) -> int:
     each.all_gather(whole, mine)
     KEPT.extend((mine, whole))
     return os.getpid()
+
+
+def maps_no_weights(each: ps_dist.TorchCollectives, at_rank: int) -> tuple[bool, bool]:
+    """Whether ranks map each other's weights, where one cannot make the file, and whether they train then."""
+
+    def refuse(*args: Any) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        if each.process == at_rank:
+            patch.setattr("os.memfd_create", refuse)
+        model, optimizer = chunked(nn.Linear(64, 64), AdamW(), precision="fp32", collectives=each)
+    assert optimizer is not None
+    before = [value.clone() for value in model.state_dict().values()]
+    for _ in range(3):
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    maps = all(group.common is not None for group in hooks_of(model).engine.groups)
+    release(model)
+    return maps, not any(map(torch.equal, before, model.state_dict().values()))
+
+
+def open_files(each: ps_dist.TorchCollectives) -> int:
+    """How many descriptors are open after a model came and went."""
+    maps_no_weights(each, -1)
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))

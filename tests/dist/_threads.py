@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ from ps_core import RanksDiverged
 from ps_core.engine import _chunked
 from ps_core.engine._sharding.submitted import Submitted
 from ps_dist import Mesh
+from ps_dist._shared_memory import CommonMemory
 
 _PATIENCE_S = 30.0
 """After which ranks that do not meet are taken to have parted."""
@@ -109,6 +111,8 @@ class Together:
         self.ranks = self.local_ranks = meeting.ranks
         self.copy, self.processes = 0, meeting.ranks
         self.host_memory, self.why_not_shared = None, ""
+        self.common_memory: Callable[[int], CommonMemory] | None = self._make_common
+        """None: ranks do not map each other's weights."""
         self.mesh = Mesh(rank, meeting.ranks, 1)
         self.meeting = meeting
         self.asked = 0
@@ -125,6 +129,18 @@ class Together:
     def received_bytes(self) -> int:
         """Of gathers and sums."""
         return self._session.received_bytes
+
+    def _make_common(self, size_bytes: int) -> CommonMemory:
+        """Memory that every rank maps by itself, as processes do."""
+        file = os.memfd_create("test") if self.rank == 0 else -1
+        if self.rank == 0:
+            os.ftruncate(file, size_bytes)
+        files = self._thread.submit(self.meeting.exchange, self.rank, "common memory", file).result(_PATIENCE_S)
+        mine = CommonMemory(os.dup(files[0]), size_bytes)
+        self._thread.submit(self.meeting.exchange, self.rank, "mapped", 0).result(_PATIENCE_S)
+        if self.rank == 0:
+            os.close(file)
+        return mine
 
     def start(self, job: Any) -> Pending:
         step = getattr(job, "args", (None,))[0]

@@ -22,6 +22,7 @@ LAYERS, WIDTH = 3, 32
 def made(
     each: Together, layers: int = LAYERS, *, device: Any = "cpu", room: str | None = None, prefetch: int | None = None
 ) -> tuple[Any, Any]:
+    each.common_memory = None  # groups are copied into slots, of which this file is
     generator = torch.Generator().manual_seed(0)  # the ranks are threads, and would share the usual one
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     with torch.no_grad():

@@ -36,6 +36,8 @@ class Case:
     """KiB of the accelerator."""
     accumulate: int = 1
     max_norm: float | None = None
+    common: bool = True
+    """Ranks map each other's fp32 weights where the CPU computes."""
 
     def made(self, together: Together | None, parts: int) -> Any:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
@@ -44,6 +46,8 @@ class Case:
             nn.init.normal_(parameter, std=WIDTH**-0.5, generator=seeded)
         ranks = 1 if together is None else together.ranks
         alone = together is None
+        if together is not None and not self.common:
+            together.common_memory = None
         device = "cpu" if alone else self.device
         budget = Budget(host=ranks * 2**22) if device == "cpu" else Budget(device=self.room * 2**10, host=ranks * 2**22)
         size = 4 if self.precision == "fp32" else 2
@@ -116,6 +120,8 @@ def train(each: Together, case: Case) -> list[dict[str, Any]]:
     [
         Case("cpu"),
         Case("cpu", "fp32"),
+        Case("cpu", "fp32", common=False),
+        Case("cpu", "fp32", accumulate=3),
         *(
             Case("emulated", precision, room, accumulate)
             for precision, rooms in (("bf16", (36, 60, 200)), ("fp32", (45, 100)))

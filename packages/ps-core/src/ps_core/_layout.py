@@ -28,6 +28,8 @@ class Group:
     numel: int
     shard_numel: int
     trainable: bool
+    common: bool = False
+    """True if every process computes from the shards of all where they are, so that a gather copies nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -272,6 +272,11 @@ class Program:
         """Return the version of a 16-bit weight rebuilt from its master."""
         return (len(self.gradient_visits[group]) if self.overwrites else 0) + 1
 
+    def sent_bytes(self, group: int, *, gathers: bool) -> int:
+        """Return the bytes that each process sends to the others for a group's gather, or for its sum."""
+        row = self.layout.groups[group]
+        return 0 if gathers and row.common else row.shard_numel * (self.ranks - 1) * self.weight_bytes
+
     def bytes_of(self, extent: Extent) -> int:
         """Return the bytes of a slot that can hold the extent, on one process; a multiple of the alignment."""
         size = self._sizes.get(extent)
@@ -288,6 +293,8 @@ class Program:
         if kind is Kind.ACT:
             return align_up(self.trace.activations[index].bytes)
         numel = self.layout.groups[index].shard_numel
+        if kind is Kind.FULL and self.layout.groups[index].common:
+            return align_up(1)
         if kind in (Kind.FULL, Kind.GRAD, Kind.WIRE):
             size = numel * self.ranks * self.weight_bytes
             return min(size, WIRE_BYTES) if kind is Kind.WIRE else size

@@ -27,8 +27,9 @@ from ps_dist._process_groups import ProcessGroups
 from ps_dist._reduce import HOST_PIECE_NUMEL, OrderedReduceScatter
 from ps_dist._session import CollectiveSession
 from ps_dist._shard_answers import Answer, ShardAnswers
+from ps_dist._shared_memory import CommonMemory
 from ps_dist._shared_messages import SharedMessages
-from ps_dist._sharing import Sharing
+from ps_dist._sharing import Sharing, make_common_memory
 from ps_dist._watchdog import Watchdog
 
 Choose: TypeAlias = "Callable[[TorchCollectives, torch.device], str | None]"
@@ -181,6 +182,23 @@ class TorchCollectives:
     def host_memory(self) -> Callable[[int], Tensor] | None:
         """Allocates host memory, as bytes, that the other ranks read without a copy; None: there is none."""
         return self._messages.heap.allocate if isinstance(self._messages, SharedMessages) else None
+
+    @property
+    def common_memory(self) -> Callable[[int], CommonMemory | None] | None:
+        """Makes memory of so many bytes that all ranks map, where every rank asks for it; None: ranks share none."""
+        shared = isinstance(self._messages, SharedMessages) and self.ranks == self.processes
+        return self._make_common if shared else None
+
+    def _make_common(self, size_bytes: int) -> CommonMemory | None:
+        found: list[CommonMemory | None] = []
+
+        def make(session: CollectiveSession) -> None:
+            exchange = partial(session.exchange, what="making common memory")
+            given_up, limit_s = lambda: self._thread.error is not None, self._groups.timeout_s
+            found.append(make_common_memory(exchange, self.rank, self.ranks, size_bytes, given_up, limit_s))
+
+        self.start(make).wait()
+        return found[0]
 
     @property
     def card(self) -> int | None:

@@ -136,9 +136,14 @@ def message_read() -> bytes:
 class PeerListener:
     """Waits for the other processes of this computer, which know its address."""
 
-    def __init__(self, heap: SharedHeap, rank: int, ranks: int) -> None:
-        """Listen; raises `OSError` or `AttributeError` where there are no such sockets."""
-        self.heap, self._rank = heap, rank
+    def __init__(
+        self, heap: SharedHeap, rank: int, ranks: int, take_file: Callable[[int, int], Tensor] = map_heap
+    ) -> None:
+        """Listen; raises `OSError` or `AttributeError` where there are no such sockets.
+
+        ``take_file`` is given the descriptor and the size of each other rank's heap, and returns the mapped memory.
+        """
+        self.heap, self._rank, self._take_file = heap, rank, take_file
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.address = secrets.token_bytes(16)
         self._socket.bind(b"\0ps_dist " + self.address.hex().encode())
@@ -189,7 +194,7 @@ class PeerListener:
         if len(text) != _HELLO.size or len(files) != 1:
             raise ConnectionResetError("another process closed its connection before it sent its memory")
         peer, size = _HELLO.unpack(text)
-        return PeerConnection(peer, unix_socket, map_heap(files[0], size))
+        return PeerConnection(peer, unix_socket, self._take_file(files[0], size))
 
 
 def _wait_for(unix_socket: socket.socket, give_up: Callable[[], bool], limit_s: float) -> None:

@@ -5,17 +5,20 @@ Each rank tries, and tells the others how it went, by gloo. So no rank uses shar
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
 from ps_dist._peer_connections import PeerConnection, PeerListener
 from ps_dist._roster import FAILED_ELSEWHERE, failed_ranks
-from ps_dist._shared_memory import SharedHeap
+from ps_dist._shared_memory import CommonMemory, SharedHeap, map_heap
 from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
 
 _ADDRESS_BYTES, _SHOWN_BYTES = 16, 200
@@ -50,23 +53,11 @@ def share_memory(
         return Sharing(None)
     if len({location.machine for location in locations.values()} | {""}) != 2:
         return Sharing(None, _SEVERAL_COMPUTERS)
-    heap, listener, connections, error = None, None, list[PeerConnection](), ""
-    try:
-        heap = SharedHeap()
-        listener = PeerListener(heap, rank, len(locations))
-    except _ERRORS as failed:
-        error = describe(failed)
-    rows = _tell(control, rank, len(locations), error, b"" if listener is None else listener.address)
-    why_not = _first_error(rows)
-    if not why_not and listener is not None:
-        addresses = {peer: address for peer, (_, address) in enumerate(rows) if peer != rank}
-        try:
-            connections = listener.connect(addresses, give_up, min(timeout_s / 2, _MOST_CONNECT_S))
-        except _ERRORS as failed:
-            error = describe(failed)
-        why_not = _first_error(_tell(control, rank, len(locations), error))
-    if listener is not None:
-        listener.close()
+
+    def tell(error: str, address: bytes = b"") -> list[tuple[str, bytes]]:
+        return _tell(control, rank, len(locations), error, address)
+
+    heap, connections, why_not = _connect(tell, SharedHeap, map_heap, rank, len(locations), give_up, timeout_s)
     if heap is not None:
         heap.close_file()
     if why_not or heap is None:
@@ -74,6 +65,75 @@ def share_memory(
             connection.close()
         return Sharing(None, why_not)
     return Sharing(SharedMessages(rank, heap, connections))
+
+
+def make_common_memory(
+    exchange: Callable[[bytes], list[bytes]],
+    rank: int,
+    ranks: int,
+    size_bytes: int,
+    give_up: Callable[[], bool],
+    timeout_s: float,
+) -> CommonMemory | None:
+    """Return memory that all ranks map, of which rank 0 makes the file; None on all ranks if one of them fails.
+
+    ``exchange`` returns the bytes of all ranks.
+    """
+    files: list[int] = []
+
+    def keep_file(file: int, size: int) -> Tensor:
+        files.append(file)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def tell(error: str, address: bytes = b"") -> list[tuple[str, bytes]]:
+        return [_row(row) for row in exchange(_text(error, address))]
+
+    heap, connections, why_not = _connect(
+        tell, partial(SharedHeap, size_bytes), keep_file, rank, ranks, give_up, timeout_s
+    )
+    for connection in connections:
+        connection.close()
+    found = None
+    if heap is not None:
+        first = os.dup(heap.file) if rank == 0 else files.pop(0) if files else None  # ranks are connected in order
+        heap.close_file()
+        if first is not None and not why_not:
+            found = CommonMemory(first, heap.size_bytes)
+        elif first is not None:
+            os.close(first)
+    for file in files:
+        os.close(file)
+    return found
+
+
+def _connect(
+    tell: Callable[..., list[tuple[str, bytes]]],
+    make_heap: Callable[[], SharedHeap],
+    take_file: Callable[[int, int], Tensor],
+    rank: int,
+    ranks: int,
+    give_up: Callable[[], bool],
+    timeout_s: float,
+) -> tuple[SharedHeap | None, list[PeerConnection], str]:
+    """Make a heap and pass its file to all other ranks; return the heap, the connections, and why some rank failed."""
+    heap, listener, connections, error = None, None, list[PeerConnection](), ""
+    try:
+        heap = make_heap()
+        listener = PeerListener(heap, rank, ranks, take_file)
+    except _ERRORS as failed:
+        error = describe(failed)
+    rows = tell(error, b"" if listener is None else listener.address)
+    why_not = _first_error(rows)
+    if not why_not and listener is not None:
+        addresses = {peer: address for peer, (_, address) in enumerate(rows) if peer != rank}
+        try:
+            connections = listener.connect(addresses, give_up, min(timeout_s / 2, _MOST_CONNECT_S))
+        except _ERRORS as failed:
+            error = describe(failed)
+        why_not = _first_error(tell(error))
+    if listener is not None:
+        listener.close()
+    return heap, connections, why_not
 
 
 def shared_memory_error() -> str | None:
@@ -109,14 +169,22 @@ def describe(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _tell(control: PeerMessages, rank: int, ranks: int, error: str, address: bytes = b"") -> list[tuple[str, bytes]]:
+def _tell(control: PeerMessages, rank: int, ranks: int, error: str, address: bytes) -> list[tuple[str, bytes]]:
     """Exchange what went wrong on each rank, and where each listens."""
-    text = error.encode()[:_SHOWN_BYTES].ljust(_SHOWN_BYTES) + address.ljust(_ADDRESS_BYTES, b"\0")
+    text = _text(error, address)
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     everyone = torch.empty(ranks * len(text), dtype=torch.uint8, device="cpu")
     control.gather("connecting", _TAG, range(ranks), everyone, mine)
-    rows = [bytes(row) for row in everyone.view(ranks, -1).tolist()]
-    return [(row[:_SHOWN_BYTES].decode(errors="replace").strip(), row[_SHOWN_BYTES:]) for row in rows]
+    return [_row(bytes(row)) for row in everyone.view(ranks, -1).tolist()]
+
+
+def _text(error: str, address: bytes) -> bytes:
+    """Return an error and an address as bytes, always as many."""
+    return error.encode()[:_SHOWN_BYTES].ljust(_SHOWN_BYTES) + address.ljust(_ADDRESS_BYTES, b"\0")
+
+
+def _row(text: bytes) -> tuple[str, bytes]:
+    return text[:_SHOWN_BYTES].decode(errors="replace").strip(), text[_SHOWN_BYTES:]
 
 
 def _first_error(rows: list[tuple[str, bytes]]) -> str:

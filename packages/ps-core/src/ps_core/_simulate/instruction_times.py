@@ -125,7 +125,10 @@ class Costs:
             wire = min(wire, machine.internode_bandwidth * ranks_per_node)
         self._wire = wire
         self._shards = [group.shard_numel for group in program.layout.groups]
-        self._sent = [shard * (ranks - 1) * program.weight_bytes for shard in self._shards]
+        self._sent = {
+            gathers: [program.sent_bytes(group, gathers=gathers) for group in range(len(self._shards))]
+            for gathers in (True, False)
+        }
         self._ranks = ranks
         self._gradient = gradient = program.weight_bytes
         accumulated = gradient if program.overwrites else 4
@@ -163,8 +166,9 @@ class Costs:
             elif isinstance(op, Run):
                 note(self._computing[op.visit] + self._overhead)
             elif isinstance(op, Gather | ReduceScatter):
-                wire += self._sent[op.group]
-                note(self._sent[op.group] / self._wire + latency + self._hops_s)
+                sent = self._sent[isinstance(op, Gather)][op.group]
+                wire += sent
+                note(sent / self._wire + latency + self._hops_s)
             elif isinstance(op, Decide):
                 note(latency if self._ranks > 1 else 0.0)
             else:

@@ -99,6 +99,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     if options.cap_allocator:
         where.cap_allocator(None)
     store = TierStore(where, tiers, poison=options.poison, file=disk_file(budget), given=given, shared=shared)
+    joining.place_weights(store, packing)
     engine, chunked_optimizer = wishes.engine(store, packing)
     try:
         copy_in_values(packing.records, joining.values(initial_values(model)), engine)

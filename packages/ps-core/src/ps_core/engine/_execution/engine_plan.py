@@ -33,6 +33,7 @@ def lay_groups(groups: list[ParamGroup], records: list[ParamState], trace: Trace
             numel=group.numel,
             shard_numel=group.shard_numel,
             trainable=group.trainable,
+            common=group.common is not None,
         )
         for number, group in enumerate(order)
     )

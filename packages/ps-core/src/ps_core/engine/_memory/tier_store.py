@@ -112,6 +112,11 @@ class TierStore:
         self.ledger.add(tier, size)
         return slot
 
+    def adopt(self, memory: torch.Tensor) -> Slot:
+        """Return a slot of the compute tier for memory that other ranks map too; it counts like any other slot."""
+        self.ledger.add(0, memory.nbytes)
+        return Slot(0, -1, memory.nbytes, memory)
+
     def free_spare(self) -> int:
         """Release the slots that are kept for reuse; return their bytes."""
         freed = self.spare.bytes

@@ -144,7 +144,10 @@ def _check_compute_tier(store: TierStore, groups: list[ParamGroup], *, accumulat
 
 def _reserve(store: TierStore, group: ParamGroup, kind: Kind, tier: int, offset: int = -1) -> None:
     size = bytes_of(group, kind)
-    slot = store.reserve(tier, size, offset)
+    if group.common is not None and kind is group.weight:
+        slot = store.adopt(group.common.shard)
+    else:
+        slot = store.reserve(tier, size, offset)
     if kind in group.state_kinds and (store.poison or slot.offset >= 0):
         store.fill(slot, 0)  # memory fresh from the system is zero already, and so is a new file
     chunk = Chunk(group.extent(kind), size, slot, planned=True)

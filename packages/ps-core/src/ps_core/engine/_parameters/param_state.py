@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -236,6 +237,16 @@ class ParamState:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class CommonWeights:
+    """One group's fp32 weights in memory that all ranks map: each rank steps its shard, and all compute from them."""
+
+    shard: torch.Tensor
+    """The bytes of this rank's shard."""
+    map_whole: Callable[[], torch.Tensor]
+    """Returns a new mapping of the whole group's bytes, for this rank alone to compute from."""
+
+
 @dataclass(slots=True, eq=False)
 class ParamGroup:
     """One group: whole tensors that move together, and the chunk of each kind of their data."""
@@ -265,6 +276,8 @@ class ParamGroup:
     """True if chunks hold one of ``ranks`` equal shards, and parameters are bound to a copy gathered from all ranks."""
     rank: int = 0
     ranks: int = 1
+    common: CommonWeights | None = None
+    """The weights, where every rank of the computer reads the other ranks' shards; None: they are copied."""
 
     def forget_moment(self) -> None:
         """Reset the group's last read, so that its next use begins a new moment."""
@@ -283,6 +296,10 @@ class ParamGroup:
     def number_after(self, count: int) -> None:
         """Number the group after the ``count`` groups that were there before; it has no chunks yet."""
         self.index += count
+
+    def map_weights(self, common: CommonWeights) -> None:
+        """Have the weights in memory that all ranks map; the group has no chunks yet."""
+        self.common = common
 
     @property
     def state_kinds(self) -> tuple[Kind, ...]:

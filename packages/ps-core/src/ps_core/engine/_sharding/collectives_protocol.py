@@ -11,6 +11,20 @@ import torch
 from ps_core._collectives import Collectives
 
 
+class CommonMemory(Protocol):
+    """Bytes that all ranks of the computer map."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The bytes themselves: the other ranks see what is written here."""
+
+    def map_privately(self, start: int, size_bytes: int) -> torch.Tensor:
+        """Return a new mapping of some bytes, which shows what ranks write; what is written to it, they do not see.
+
+        ``start`` is a multiple of the page size.
+        """
+
+
 class Pending(Protocol):
     """A collective that has been submitted."""
 
@@ -118,6 +132,13 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
     @property
     def host_memory(self) -> Callable[[int], torch.Tensor] | None:
         """Allocates host memory, as bytes, that the other ranks read without a copy; None: there is none."""
+
+    @property
+    def common_memory(self) -> Callable[[int], CommonMemory | None] | None:
+        """Makes memory of so many bytes that all ranks map, where every rank asks for it; None: ranks share none.
+
+        It returns None on all ranks if one of them fails.
+        """
 
     @property
     def why_not_shared(self) -> str:

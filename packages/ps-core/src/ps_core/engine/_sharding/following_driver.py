@@ -110,7 +110,14 @@ class FollowingDriver:
 
     def _gather(self, group: ParamGroup) -> None:
         own, lent = self._shards.shard_for_peers(group, changing=False)
-        if group.weight_chunk.newest(0) is not None:  # the copy that is here may be in use
+        if group.common is not None:
+            slot, sent, own = self._shards.map_common(group)
+            self._queue.gather(group, own, sent).wait()
+            if group.weight_chunk.newest(0) is None:
+                group.weight_chunk.add_copy(slot)
+                self._shards.end_gather(group, slot)
+                self._fetched[group] = None
+        elif group.weight_chunk.newest(0) is not None:  # the copy that is here may be in use
             slot = self._take(group.weight_chunk.bytes, f"gather {group.name}")
             self._queue.gather(group, own, slot.flat(group.dtype, group.chunk_numel)).wait()
             self._shards.return_slot(slot)

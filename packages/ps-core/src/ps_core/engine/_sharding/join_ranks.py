@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
+from itertools import accumulate
+from mmap import PAGESIZE
 from pathlib import Path
 from platform import node as node_name
 from typing import TypeAlias
@@ -12,10 +15,13 @@ import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
+from ps_core._program import Kind
 from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.device import Device
+from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._optim.rules import OptimizerRule
 from ps_core.engine._parameters.grouping import Grouping
+from ps_core.engine._parameters.param_state import CommonWeights
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._support.checksum import checksum
 from ps_core.engine._support.log import log_line
@@ -35,6 +41,9 @@ class SingleProcess:
 
     def share(self, packing: Grouping, optimizer: OptimizerRule | None, how: str) -> None:
         """Do nothing: there is one process."""
+
+    def place_weights(self, store: TierStore, packing: Grouping) -> None:
+        """Do nothing: one process reads no other's memory."""
 
     def values(self, values: Values) -> Values:
         """Return the values themselves: there are no other ranks to compare with."""
@@ -96,6 +105,23 @@ class GroupJoin:
             f"{len(rows)} tensors of {numel:,} elements in {len(packing.groups)} groups ({layout})",
         )
         self._together.agree("how it is trained", f"{how}, {'' if optimizer is None else optimizer}")
+
+    def place_weights(self, store: TierStore, packing: Grouping) -> None:
+        """Put fp32 weights that the CPU computes from where all ranks map them, if they are all on one computer."""
+        make, groups = self._together.common_memory, packing.groups
+        wanted = len(store.tiers) == 1 and all(group.weight is Kind.P32 for group in groups)
+        if make is None or store.device.torch_device.type != "cpu" or not wanted:
+            return
+        sizes = [group.chunk_numel * group.dtype.itemsize for group in groups]
+        starts = list(accumulate((-(-size // PAGESIZE) * PAGESIZE for size in sizes), initial=0))
+        common = make(starts[-1])
+        if common is None:
+            return
+        for group, start, size in zip(groups, starts, sizes, strict=False):
+            first, own = start + size // group.ranks * group.rank, size // group.ranks
+            group.map_weights(
+                CommonWeights(common.memory[first : first + own], partial(common.map_privately, start, size))
+            )
 
     def values(self, values: Values) -> Values:
         """Yield the same values; at the end raise `RanksDiverged` if ranks were given different ones."""

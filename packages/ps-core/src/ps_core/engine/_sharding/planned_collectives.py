@@ -180,11 +180,25 @@ class RanksExecutor(InstructionExecutor):
         weight, shard = group.chunks[group.weight], self._slots[op.shard]
         if shard.version != weight.version or any(r.contents is not SlotContents.WEIGHT for r in group.tensors):
             raise Diverged(f"the plan gathers an older weight of {group.name}")
+        if group.common is not None:
+            self._gather_common(group, instr, op)
+            return
         if not self._residency.vacate(group, full):
             raise Diverged(f"memory of {group.name} has live aliases")
         group.weight_chunk.invalidate(full)
         own, whole = shard.flat(group.dtype, group.shard_numel), full.flat(group.dtype, group.chunk_numel)
         self._note(op, frozenset((op.shard, op.full)), self._queue.gather(group, own, whole, instr))
+
+    def _gather_common(self, group: ParamGroup, instr: Instr, op: Gather) -> None:
+        """Wait, with the other ranks, until a group is stepped that all compute from where it is."""
+        mapped, sent, own = self._shards.map_common(group)
+        if not any(slot is mapped for slot in self._slots.values()):  # else an earlier gather's use is not over
+            if not self._residency.vacate(group, mapped):
+                raise Diverged(f"memory of {group.name} has live aliases")
+            group.weight_chunk.invalidate(mapped)
+        self._shards.return_slot(self._slots[op.full])
+        self._slots[op.full] = mapped
+        self._note(op, frozenset((op.shard, op.full)), self._queue.gather(group, own, sent, instr))
 
     def _reduce_scatter(self, instr: Instr, op: ReduceScatter) -> None:
         group = self._plan.order[op.group]
@@ -305,6 +319,9 @@ class RanksExecutor(InstructionExecutor):
         slot = self._slots[op.slot]
         if slot.tier or self._store.arena.exists:
             super()._release(instr, op)
+            return
+        if any(other is slot for number, other in self._slots.items() if number != op.slot):
+            del self._slots[op.slot]  # a mapping that was gathered anew for a later moment
             return
         self._give_up(slot)
         self._shards.return_slot(slot)

@@ -6,6 +6,12 @@ has no home slot. It is gathered when a moment needs it, or before (see `collect
 moment begins that does not need it. Where all ranks have plenty of room, it is released when its gradients leave. A
 copy with live aliases stays in the budget until they are gone, but counts as evicted. For when they go may be up to the
 garbage collector.
+
+[Note: common weights]
+Ranks of one computer that compute in fp32 on the CPU map each other's shards (`CommonWeights`). A group's gathered copy
+is then a mapping: nothing is copied, and it takes no bytes of the budget. A gather only says that every rank's shard is
+stepped. No rank begins a step while another one computes, since all ranks compare something before a step. Before any
+other change of weights they meet too. A mapping that the program wrote to, or still has an alias of, is replaced.
 """
 
 from __future__ import annotations
@@ -60,6 +66,10 @@ class ShardedResidency(Residency):
         """The pass is of a larger batch than any before: nothing is gathered ahead of need."""
         self._whole: tuple[Chunk, int, torch.Tensor] | None = None
         """The group last gathered for reading, with its version: the next tensor is mostly of the same group."""
+        self._common: dict[ParamGroup, Slot] = {}
+        """Mappings of groups that all ranks compute from where they are; see [Note: common weights]."""
+        self._readers = False
+        """True if another rank may compute from this one's shards; the same on all ranks."""
         self.ordering = collective_ordering(self, together)
         for group in groups:
             self.complete(group)
@@ -75,6 +85,7 @@ class ShardedResidency(Residency):
         if Kind.FULL in group.chunks:
             self.evict(group)
             del group.chunks[Kind.FULL]
+        self._common.pop(group, None)
         super().release_chunks(group)
 
     def note_forward(self, *, trains: bool) -> int:
@@ -90,9 +101,29 @@ class ShardedResidency(Residency):
         """Note that the pass is over."""
         self.forwards, self.unknown = 0, False
 
+    def map_common(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
+        """Return the mapping of a group's common weights, and what a gather of them sends: a byte from each rank."""
+        assert group.common is not None, "the group has common weights"
+        self._readers = True
+        with torch.inference_mode(False):  # as in `take_slot`
+            slot = self._common.get(group)
+            if slot is None or not slot.memory.numel():
+                slot = self._common[group] = Slot(0, -1, 0, group.common.map_whole())
+            sent = torch.zeros(group.ranks, dtype=torch.uint8, device="cpu")
+        self.ordering.before()
+        return slot, sent, sent[group.rank : group.rank + 1]
+
     def begin_gather(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
-        """Return a slot for the whole group, its elements, and this rank's part of them, filled with its shard."""
+        """Return a slot for the whole group, its elements, and this rank's part of them, filled with its shard.
+
+        Where all ranks map the weights, return what `map_common` does.
+        """
         chunk = group.weight_chunk
+        if group.common is not None:
+            mapped, sent, own = self.map_common(group)
+            chunk.add_copy(mapped)
+            chunk.invalidate(mapped)
+            return mapped, sent, own
         slot = chunk.copies.get(0)
         if slot is None:
             slot = self.take_slot(chunk.bytes, group.tensors[0])
@@ -113,6 +144,8 @@ class ShardedResidency(Residency):
 
         ``changing``: it may be written before they have it.
         """
+        if group.common is not None:
+            return self.map_common(group)[2], None
         source, valid = (
             group.chunks[group.weight].source(),
             all(r.contents is SlotContents.WEIGHT for r in group.tensors),
@@ -159,6 +192,8 @@ class ShardedResidency(Residency):
             for record in group.tensors:
                 self.unbind(record)
             self.exposed.forget(group)
+            if any(bound.outlived for bound in bounds):
+                self._common.pop(group, None)  # whoever has the alias may write to it
             self._held.append((slot, bounds))
             self.transfers.watcher.evicted()
             self.release_unaliased()
@@ -196,7 +231,7 @@ class ShardedResidency(Residency):
 
     def end_step(self) -> None:
         """Note that this rank's shards are those after one more step, and let answers for them go."""
-        store = self.store
+        store, self._readers = self.store, False
         if self._ask is None:
             return
         over: list[Event] = [] if store.synchronous else [store.device.record(queue) for queue in ORDERED_QUEUES]
@@ -211,6 +246,8 @@ class ShardedResidency(Residency):
         """Fill ``whole`` with a group's weight, of which other ranks answer with their shards."""
         assert self._ask is not None, "`serve` was called"
         for rank, shard in enumerate(self._ask(group.index, self._steps)):
+            if group.common is not None:
+                continue  # an answer says that the shard is stepped
             whole[rank * group.shard_numel : (rank + 1) * group.shard_numel].copy_(shard.view(group.dtype))
 
     def release_unaliased(self) -> None:
@@ -231,7 +268,9 @@ class ShardedResidency(Residency):
 
     def return_slot(self, slot: Slot) -> None:
         """Keep a slot from `take_slot` for its next use, or release it."""
-        if slot.offset >= 0 or self.store.poison:
+        if not slot.bytes:
+            slot.clear()  # a mapping
+        elif slot.offset >= 0 or self.store.poison:
             self.transfers.release_slot(slot)
         else:
             self.store.spare.put(slot)
@@ -240,6 +279,7 @@ class ShardedResidency(Residency):
         """Gather anew what was written to; the shard is as it was."""
         record.counted_version = version_of(record.parameter)
         record.group.weight_chunk.invalidate(slot)
+        self._common.pop(record.group, None)
 
     # For the host thread: this rank's shard, in its home slot or read from the disk.
 
@@ -260,6 +300,9 @@ class ShardedResidency(Residency):
         """Write elements of this rank's shard to the home slot; ``values`` may be what `load` returned."""
         group = self.groups[chunk.extent.index]
         dtype = group.dtype_of(chunk.extent.kind)
+        if self._readers and group.common is not None and chunk.extent.kind is group.weight:
+            self._readers = False
+            self.together.all_values([0.0], "weights are about to be changed")  # after which no rank computes
         if chunk.home.place is None:
             target = self.transfers.at_home(chunk).flat(dtype, group.shard_numel)[span]
             self.store.device.declare_access(Queue.CPU, f"write {group.name}", (), (chunk.home.memory,))

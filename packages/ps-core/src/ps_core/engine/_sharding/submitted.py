@@ -67,16 +67,18 @@ class Submitted:
     def _run(self, session: CollectiveSession) -> None:
         buffers = self._ordering.begin(session, self._ready)
         if self._recorder is None:
-            self._communicate(buffers)
+            self._communicate(session, buffers)
         else:
             verb = "gather" if self.gathers else "reduce-scatter of"
             what = self._instr or f"{verb} {self.group.name}"
-            self._recorder.record(Queue.COLL, what, partial(self._communicate, buffers))
+            self._recorder.record(Queue.COLL, what, partial(self._communicate, session, buffers))
         self._over = self._ordering.end()
         self.done = True
 
-    def _communicate(self, buffers: BufferCollectives) -> None:
-        if self._scratch is None:
+    def _communicate(self, session: CollectiveSession, buffers: BufferCollectives) -> None:
+        if self.gathers and self.group.common is not None:
+            session.exchange(b"\0", self._what)  # each rank has stepped its shard, which all ranks map
+        elif self._scratch is None:
             buffers.all_gather(self._whole, self._shard, self._what, self._everyone)
         else:
             kind = self.group.dtype

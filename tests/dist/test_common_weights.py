@@ -1,0 +1,183 @@
+"""Ranks that compute from each other's fp32 weights where these are: what no rank may see, and none may change."""
+
+from __future__ import annotations
+
+import os
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import _memory_cases as cases
+from _crew import Crew
+from _threads import Together, run
+from ps_core import SGD, Budget, Options, UnsupportedParameter
+from ps_core._program import Kind
+from ps_core.engine import chunked, release, statistics
+from ps_core.engine._execution.hooks import hooks_of
+from ps_dist._shared_memory import CommonMemory
+
+WIDTH, LAYERS, PAGE = 40, 3, os.sysconf("SC_PAGE_SIZE")
+
+
+def made(each: Together, *, common: bool = True) -> tuple[Any, Any]:
+    if not common:
+        each.common_memory = None
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    seeded = torch.Generator().manual_seed(0)  # ranks are threads, which share PyTorch's own generator
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=WIDTH**-0.5, generator=seeded)
+    return chunked(
+        model,
+        SGD(lr=0.1),
+        precision="fp32",
+        budget=Budget(host="4MiB"),
+        collectives=each,
+        options=Options(group_bytes=4 * WIDTH * (WIDTH + 1)),
+    )
+
+
+def passed(model: Any, each: Together, step: int) -> None:
+    inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + each.rank))
+    model(inputs).square().mean().backward()
+
+
+def stepped(model: Any, optimizer: Any, each: Together, step: int) -> None:
+    passed(model, each, step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_private_mapping_shows_what_ranks_write_and_keeps_what_it_is_written() -> None:
+    file = os.memfd_create("test")
+    os.ftruncate(file, 2 * PAGE)
+    one, other = CommonMemory(os.dup(file), 2 * PAGE), CommonMemory(file, 2 * PAGE)
+    private = one.map_privately(PAGE, PAGE)
+    other.memory[PAGE] = 7
+    assert private[0] == 7
+    private[1] = 9
+    assert other.memory[PAGE + 1] == one.memory[PAGE + 1] == 0
+    assert one.map_privately(PAGE, PAGE)[1] == 0
+
+
+def test_weights_take_no_memory_twice() -> None:
+    def trains(each: Together, *, common: bool) -> tuple[int, list[torch.Tensor]]:
+        model, optimizer = made(each, common=common)
+        for step in range(4):
+            stepped(model, optimizer, each, step)
+        assert statistics(model).divergences == 0
+        peak = statistics(model).tiers["host"].peak_bytes
+        release(model)
+        return peak, [parameter.detach().clone() for parameter in model.parameters()]
+
+    (mapped, values), _ = run(2, lambda each: trains(each, common=True))[0]
+    (copied, others), _ = run(2, lambda each: trains(each, common=False))[0]
+    assert all(map(torch.equal, values, others))
+    whole = 4 * sum(value.numel() for value in values)
+    assert copied - mapped > 0.9 * whole
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_what_a_program_writes_within_a_pass_changes_no_weight(counted: bool) -> None:
+    def writes(each: Together) -> None:
+        model, optimizer = made(each)
+        for step in range(2):
+            stepped(model, optimizer, each, step)
+        wanted, ones = model.state_dict(), torch.ones(2, WIDTH)
+        with torch.no_grad():
+            expected = model(ones).clone()
+
+        def write(*_: Any) -> None:
+            memory = model[2].weight.detach()
+            memory.zero_() if counted else memory.untyped_storage().fill_(0)
+
+        def goes_on() -> None:
+            with torch.no_grad():
+                model(ones)
+            model.state_dict()
+
+        handle = model[0].register_forward_hook(write)
+        with pytest.raises(UnsupportedParameter, match=r"'2\.weight' was changed in place"):
+            goes_on()
+        handle.remove()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, wanted[name]), name
+        with torch.no_grad():
+            assert torch.equal(model(ones), expected)
+
+    run(2, writes)
+
+
+def test_an_alias_that_outlives_its_pass_changes_nothing() -> None:
+    def trains(each: Together, *, keeps: bool) -> list[torch.Tensor]:
+        model, optimizer = made(each)
+        kept: list[torch.Tensor] = []
+        for step in range(5):
+            passed(model, each, step)
+            if keeps and step == 2:
+                kept.append(model[1].weight.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            if kept and step == 3 and each.rank:
+                kept[0].untyped_storage().fill_(0)
+        del kept
+        release(model)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    found, _ = run(2, lambda each: trains(each, keeps=True))
+    wanted, _ = run(2, lambda each: trains(each, keeps=False))
+    for row in found:
+        assert all(map(torch.equal, row, wanted[0]))
+
+
+def test_weights_do_not_change_while_a_slower_rank_computes() -> None:
+    """A rank is done with an evaluation, and writes its shard, while the other is in the middle of the same one."""
+    writing = Event()
+
+    def evaluates(each: Together) -> None:
+        model, optimizer = made(each)
+        for step in range(2):
+            stepped(model, optimizer, each, step)
+        ones = torch.ones(2, WIDTH)
+        with torch.no_grad():
+            expected = model(ones).clone()
+
+        def wait(*_: Any) -> None:
+            assert writing.wait(30)
+            Event().wait(0.3)  # time in which the other rank would write
+
+        handle = model[0].register_forward_hook(wait) if each.rank else None
+        with torch.no_grad():
+            assert torch.equal(model(ones), expected)
+        if handle is not None:
+            handle.remove()
+        writing.set()
+        engine = hooks_of(model).engine
+        for record in engine.records:
+            engine.residency.replace(record, Kind.P32, torch.zeros(record.numel))
+        with torch.no_grad():
+            assert torch.equal(model(ones), torch.zeros(2, WIDTH))
+
+    run(2, evaluates)
+
+
+def test_ranks_copy_weights_if_one_of_them_cannot_map_them(two: Crew) -> None:
+    assert two.run(cases.maps_no_weights, 1) == [(False, True)] * 2
+
+
+def test_ranks_of_one_computer_map_each_others_weights(two: Crew) -> None:
+    assert two.run(cases.maps_no_weights, 2) == [(True, True)] * 2
+    assert two.run(cases.open_files)[0] == two.run(cases.open_files)[0]
+
+
+def test_groups_of_16_bits_are_copied() -> None:
+    def of(each: Together) -> bool:
+        linear = nn.Linear(8, 8)
+        for parameter in linear.parameters():
+            nn.init.ones_(parameter)
+        model, _ = chunked(linear, SGD(lr=0.1), precision="bf16", collectives=each)
+        return any(group.common is not None for group in hooks_of(model).engine.groups)
+
+    assert run(2, of)[0] == [False, False]
