@@ -19,9 +19,9 @@ from ps_core.engine._execution.parameter_access import ParameterAccess
 from ps_core.engine._execution.pass_tracker import PassTracker
 from ps_core.engine._execution.refuse_use import Usability
 from ps_core.engine._execution.state_dict import StateDicts
-from ps_core.engine._execution.user_gradients import UserGradients
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
+from ps_core.engine._gradients.user_gradients import UserGradients
 from ps_core.engine._memory.activation_slots import ActivationSlots
 from ps_core.engine._optim.group_step import SettingsOf, StepDecision, StepDecisions
 from ps_core.engine._optim.settings import Outcome
@@ -72,10 +72,10 @@ class Engine:
         self.user_gradients = UserGradients(
             self.residency,
             self.gradients,
-            self.updater,
-            self._deciding,
             loss_scale=loss_scale,
             finish_pass=self.finish_pass,
+            read=self.updater.read,
+            forget_decision=self._deciding.forget,
         )
         self.activations = ActivationSlots(parts.residency.transfers, store)
         """Slots of offloaded activations that no plan moves."""
