@@ -29,8 +29,8 @@ import torch
 
 from engine_figures import GPT, Shape, batches, check, parameters_of, peak_of_activations
 from ps_core import AdamW, Budget
+from ps_core._extents import SegmentName
 from ps_core._plan import Copy
-from ps_core._program import SegmentName
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.disk.file import DiskFile
 from ps_core.engine._devices.disk.queues import DiskStreams

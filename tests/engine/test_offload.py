@@ -17,9 +17,9 @@ from _fake_cuda import FakeRuntime
 from _reference import Loop, Make, Settings, differences, plain
 from _runs import HOST, check_same, chunked_model, managed, stand_in, tightest
 from ps_core import AdamW, Budget, DoesNotFit, Options, PlanMismatch
+from ps_core._extents import Kind, SegmentName
 from ps_core._plan import Copy, Queue, slots_of
 from ps_core._planner.search import Planned
-from ps_core._program import Kind, SegmentName
 from ps_core._verify import verify
 from ps_core.engine import offloaded, statistics, trace
 from ps_core.engine._devices.cuda.device import CudaDevice

@@ -14,7 +14,7 @@ from torch import nn
 
 from ps_core import IllegalTransition
 from ps_core._errors import PlanMismatch
-from ps_core._program import Extent, Kind
+from ps_core._extents import Extent, Kind
 from ps_core._states import Event, StateBook, Uses
 from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState

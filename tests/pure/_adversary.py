@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -28,7 +29,7 @@ from ps_core._plan import (
     Shift,
     Step,
 )
-from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._program import Program
 
 Token = tuple[Extent, int] | str
 """A version of an extent, or words for bytes that nobody may read."""

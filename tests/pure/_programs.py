@@ -15,9 +15,10 @@ from typing import Protocol, TypeVar
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from ps_core._extents import Extent, Kind, Precision
 from ps_core._layout import Layout, lay_out
 from ps_core._plan import TIER_STACKS, Tier
-from ps_core._program import Extent, Kind, Precision, Program
+from ps_core._program import Program
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 from ps_core._units import ALIGNMENT_BYTES, align_up
 

@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -34,7 +35,7 @@ from ps_core._plan import (
     link,
     worker,
 )
-from ps_core._program import Extent, Kind, Program, SegmentName, Visit
+from ps_core._program import Program, Visit
 
 Span = tuple[int, int, int]
 """Tier, start, end."""

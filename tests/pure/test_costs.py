@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from ps_core._extents import Extent, Kind, Precision
 from ps_core._layout import lay_out
 from ps_core._plan import (
     Accumulate,
@@ -26,7 +27,7 @@ from ps_core._plan import (
     Step,
     Tier,
 )
-from ps_core._program import Extent, Kind, Precision, Program
+from ps_core._program import Program
 from ps_core._simulate.cluster import ring_s
 from ps_core._simulate.instruction_times import Costs
 from ps_core._simulate.machine import MACHINES, Machine

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from ps_core._extents import Extent, Kind, Precision
 from ps_core._layout import lay_out
 from ps_core._plan import Tier
 from ps_core._planner.bounds import home_bytes
 from ps_core._planner.placement import above_disk, halves
 from ps_core._planner.search import Setup, find_plan
-from ps_core._program import Extent, Kind, Precision, Program
+from ps_core._program import Program
 from ps_core._simulate.machine import machine
 from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.traces_from_shapes import analytic_trace

@@ -11,13 +11,14 @@ from _orders import find_fault
 from _programs import random_program
 from _symbolic import Symbolic, batch
 from ps_core._errors import DoesNotFit, InvalidInput, PlanMismatch
+from ps_core._extents import Extent, Kind, Precision, SegmentName, Use
 from ps_core._layout import lay_out
 from ps_core._options import SGD
 from ps_core._plan import Instr, Queue, Run, Shift, Tier
 from ps_core._planner.bounds import largest_extent_bytes, lower_bounds
 from ps_core._planner.held_slots import Holds, gap_bytes
 from ps_core._planner.low_memory_plan import tight_plan
-from ps_core._program import Extent, Kind, Precision, Program, SegmentName, Use
+from ps_core._program import Program
 from ps_core._reference.execute_plan import Execution, Order, execute
 from ps_core._reference.training_rules import Training
 from ps_core._trace import Moment, Phase, Tensor, Trace

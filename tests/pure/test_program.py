@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import STATES, Extent, Kind, Precision, SegmentName, Use
 from ps_core._layout import lay_out
 from ps_core._plan import TIER_STACKS, Queue, Tier, check_tiers, link, worker
-from ps_core._program import STATES, WIRE_BYTES, Extent, Kind, Precision, Program, SegmentName, Use
+from ps_core._program import WIRE_BYTES, Program
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 
 F, B = Phase.FORWARD, Phase.BACKWARD

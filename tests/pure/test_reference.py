@@ -13,6 +13,7 @@ from _plans import ORIGINS, random_plan
 from _programs import TINY
 from _symbolic import Symbolic, batch
 from ps_core._errors import IllegalTransition, InvalidInput, PlanMismatch
+from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._layout import lay_out
 from ps_core._options import SGD, Adam, AdamW, Group
 from ps_core._plan import (
@@ -38,7 +39,7 @@ from ps_core._plan import (
 from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import filled
 from ps_core._planner.tier_division import make_frame
-from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import Program
 from ps_core._reference.execute_plan import Execution, Observed, Order, execute
 from ps_core._reference.operations import carry_out
 from ps_core._reference.oracle import train_unconstrained

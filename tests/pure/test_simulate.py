@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from _plans import ORIGINS, random_plan
 from _programs import TINY
 from ps_core._errors import InvalidInput, PlanMismatch
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._layout import lay_out
 from ps_core._plan import (
     Copy,
@@ -33,7 +34,7 @@ from ps_core._plan import (
     Tier,
     slots_of,
 )
-from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._program import Program
 from ps_core._simulate.clock import QUEUE_NAMES, Prediction, moved_bytes, peak_bytes, simulate
 from ps_core._simulate.instruction_times import Costs
 from ps_core._simulate.machine import Machine

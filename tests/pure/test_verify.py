@@ -9,6 +9,7 @@ import pytest
 
 from _serial import Waits, serial_plan
 from ps_core._errors import PlanMismatch
+from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._layout import lay_out
 from ps_core._plan import (
     Accumulate,
@@ -30,7 +31,7 @@ from ps_core._plan import (
     Step,
     Tier,
 )
-from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import Program
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 from ps_core._verify import faults, verify
 from ps_core._verify.plan_fault import Fault

@@ -16,7 +16,7 @@ compute tier (tier 0) non-model data owns the *tide*, a range at the top. While 
 ranges never overlap. That keeps a budget, in every order.
 
 Contents. A fresh slot holds poison. A `Copy` names the version it carries; reading anything but the expected version is
-an error. See [Note: extents and versions] in `_program`.
+an error. See [Note: extents and versions] in `_extents`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from enum import IntEnum
 from typing import TypeAlias
 
 from ps_core._errors import InvalidInput
-from ps_core._program import Extent, SegmentName
+from ps_core._extents import Extent, SegmentName
 
 
 class Queue(IntEnum):

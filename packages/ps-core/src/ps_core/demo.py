@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._options import AdamW
 from ps_core._plan import Copy, Instr, Queue, Run, Tier
 from ps_core._planner.search import Planned, Setup, find_plan
-from ps_core._program import Extent, Kind, SegmentName
 from ps_core._reference.execute_plan import Execution, Observed, execute
 from ps_core._reference.oracle import train_unconstrained
 from ps_core._reference.toy_network import ByteNetwork, Shape

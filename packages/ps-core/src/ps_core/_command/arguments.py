@@ -6,9 +6,9 @@ import argparse
 from typing import Any, NoReturn
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import STATES, Precision
 from ps_core._name_suggestions import did_you_mean
 from ps_core._planner.eviction_policy import Policy
-from ps_core._program import STATES, Precision
 from ps_core._simulate.cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RESERVE_PER_RANK_BYTES
 from ps_core._units import parse_bytes
 from ps_core._version import __version__

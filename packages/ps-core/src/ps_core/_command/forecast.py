@@ -15,12 +15,13 @@ from typing import TypeAlias
 
 from ps_core._command.tables import HostTable
 from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._extents import Precision
 from ps_core._layout import lay_out
 from ps_core._plan import Tier
 from ps_core._planner.bounds import ALL_TIERS, Need, largest_extent_bytes, lower_bounds
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.search import Planned, Search, Setup
-from ps_core._program import Precision, Program
+from ps_core._program import Program
 from ps_core._simulate.clock import Prediction
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import Machine

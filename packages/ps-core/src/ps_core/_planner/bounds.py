@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ps_core._errors import DoesNotFit
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import Tier
-from ps_core._program import Extent, Kind, Program, SegmentName, Visit
+from ps_core._program import Program, Visit
 
 ALL_TIERS = "all tiers together"
 """The name of all tiers together in `DoesNotFit`."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ps_core._program import Extent, Program, SegmentName
+from ps_core._extents import Extent, SegmentName
+from ps_core._program import Program
 
 Span = tuple[int, int]
 """Addresses, from and up to."""

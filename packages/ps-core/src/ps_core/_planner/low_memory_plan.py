@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ps_core._errors import DoesNotFit
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -31,7 +32,7 @@ from ps_core._plan import (
     worker,
 )
 from ps_core._planner.arrangement import Arrangement, Victims, failure
-from ps_core._program import Extent, Kind, Program, SegmentName, Visit
+from ps_core._program import Program, Visit
 
 
 def tight_plan(program: Program, tiers: tuple[Tier, ...], check: Callable[[Plan], None] | None = None) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -21,7 +22,7 @@ from ps_core._plan import (
 from ps_core._planner.placement import work_tier
 from ps_core._planner.segment_walker import Walker, assemble
 from ps_core._planner.tier_division import Frame, NoRoom
-from ps_core._program import Extent, Kind, Program, SegmentName, Visit
+from ps_core._program import Program, Visit
 
 
 def make_plan(frame: Frame, only: Iterable[SegmentName] | None = None) -> Plan:

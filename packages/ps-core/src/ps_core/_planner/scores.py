@@ -12,13 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ps_core._extents import Extent, SegmentName
 from ps_core._plan import Queue, Tier
 from ps_core._planner.bounds import lower_bounds
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.make_plan import make_segment
 from ps_core._planner.placement import Placement, above_disk, filled, halves
 from ps_core._planner.tier_division import Frame, NoRoom, make_frame
-from ps_core._program import Extent, Program, SegmentName
+from ps_core._program import Program
 from ps_core._simulate.engine_timing import Issuing, Priced
 from ps_core._simulate.machine import Machine
 

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import accumulate
 
 from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._extents import Precision
 from ps_core._layout import Layout, lay_out, units
 from ps_core._plan import Plan, Tier, check_tiers
 from ps_core._planner.bounds import check_fits, largest_extent_bytes
@@ -21,7 +22,7 @@ from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import Placement
 from ps_core._planner.scores import Found, Scorer, beats
 from ps_core._planner.tier_division import NoRoom, make_frame
-from ps_core._program import Precision, Program
+from ps_core._program import Program
 from ps_core._simulate.clock import Prediction, simulate
 from ps_core._simulate.engine_timing import Issuing
 from ps_core._simulate.machine import Machine

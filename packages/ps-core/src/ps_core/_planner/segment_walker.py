@@ -17,12 +17,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import Copy, Op, Plan, Queue, Release, Reserve, Segment, link
 from ps_core._planner.arena import STALE, Arena, Piece, Window
 from ps_core._planner.emit import Emitter
 from ps_core._planner.eviction_policy import NEVER, Ranker
 from ps_core._planner.tier_division import Frame, NoRoom
-from ps_core._program import Extent, Kind, SegmentName
 
 
 @dataclass(slots=True)

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ps_core._extents import STATES, Extent, Kind, SegmentName
 from ps_core._plan import Held, Tier
 from ps_core._planner.arena import Arena
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.placement import Placement, lay_home
-from ps_core._program import STATES, Extent, Kind, Program, SegmentName
+from ps_core._program import Program
 from ps_core._units import align_up
 
 _SIZE_CLASSES = 32

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._plan import (
     Decide,
     Gather,
@@ -26,7 +27,7 @@ from ps_core._plan import (
     Run,
     slots_of,
 )
-from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import Program
 from ps_core._reference.floats import Floats, pack
 from ps_core._reference.operations import carry_out, gather, reduce_scatter
 from ps_core._reference.process_memory import Range, slot_ranges

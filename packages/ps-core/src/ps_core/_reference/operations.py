@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import Extent, Kind, SegmentName, Use
 from ps_core._options import for_parameter
 from ps_core._plan import (
     Accumulate,
@@ -21,7 +22,7 @@ from ps_core._plan import (
     Shift,
     Step,
 )
-from ps_core._program import Extent, Kind, SegmentName, Use, Visit
+from ps_core._program import Visit
 from ps_core._reference.floats import Floats, add
 from ps_core._reference.optim import step_run
 from ps_core._reference.process_memory import POISON, Slot

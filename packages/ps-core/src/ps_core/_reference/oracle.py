@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from ps_core._extents import Precision
 from ps_core._options import for_parameter
-from ps_core._program import Precision, Program
+from ps_core._program import Program
 from ps_core._reference.floats import Floats, add, pack, rounded
 from ps_core._reference.optim import step_run
 from ps_core._reference.training_rules import (

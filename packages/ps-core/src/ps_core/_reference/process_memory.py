@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import Extent
 from ps_core._plan import Held, Instr, Plan, Reserve, Shift
-from ps_core._program import Extent
 
 POISON = 0xFF
 """The byte that fills memory without contents: not-a-number in every precision."""

@@ -6,8 +6,9 @@ from array import array
 from dataclasses import dataclass, field
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import STATES, Extent, Kind, Precision, SegmentName
 from ps_core._plan import Plan
-from ps_core._program import STATES, Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import Program
 from ps_core._reference.floats import Floats, pack, unpack
 from ps_core._reference.process_memory import Bank, Slot, SlotKey, Tag
 from ps_core._reference.state_lifecycle import Lifecycle

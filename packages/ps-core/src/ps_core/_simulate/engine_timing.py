@@ -22,8 +22,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ps_core._errors import InvalidInput, PlanMismatch
+from ps_core._extents import SegmentName
 from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Step, Tier
-from ps_core._program import Program, SegmentName
+from ps_core._program import Program
 from ps_core._simulate.emulated_timing import LINKS, play
 from ps_core._simulate.instruction_times import Costs, Work
 from ps_core._simulate.machine import Machine

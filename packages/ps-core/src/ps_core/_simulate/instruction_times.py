@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ps_core._extents import Precision
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -50,7 +51,7 @@ from ps_core._plan import (
     Step,
     Tier,
 )
-from ps_core._program import Precision, Program
+from ps_core._program import Program
 from ps_core._simulate.cluster import ring_s
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Phase, Trace

@@ -1,6 +1,6 @@
 """Track what each instruction does to a segment's slots, and compare with what the program needs.
 
-Contents are (extent, version), never bytes: see [Note: extents and versions] in `_program`.
+Contents are (extent, version), never bytes: see [Note: extents and versions] in `_extents`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -28,7 +29,7 @@ from ps_core._plan import (
     link,
     worker,
 )
-from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._program import Program
 from ps_core._verify.order import BEGINNING, START, Clock, Stamp
 from ps_core._verify.plan_fault import Fault
 from ps_core._verify.ranges import TIDE

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ps_core._errors import AlreadyManaged, InvalidInput, UnsupportedParameter
+from ps_core._extents import Precision
 from ps_core._options import IN_BACKWARD, Budget, Options, TorchOptimizer, check_unused, mark_used
 from ps_core._plan import Tier
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.search import Setup
-from ps_core._program import Precision
 from ps_core.engine._devices.device import Device
 from ps_core.engine._devices.select import disk_file, largest_transient_group_bytes, resolve_device, tier_budgets
 from ps_core.engine._execution.build_components import Components, single_process_components

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ps_core._extents import STATES, Extent, Kind, Precision, SegmentName
 from ps_core._plan import (
     Accumulate,
     Copy,
@@ -24,7 +25,7 @@ from ps_core._plan import (
     Segment,
     Step,
 )
-from ps_core._program import STATES, Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import Program
 from ps_core._units import format_bytes
 
 

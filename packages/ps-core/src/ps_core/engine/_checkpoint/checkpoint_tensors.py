@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._program import Kind
 from ps_core.engine._checkpoint.safetensors_format import TensorEntry, in_order
 from ps_core.engine._checkpoint.shard_ranges import Layout
 from ps_core.engine._execution.engine import Engine

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine._execution.build_components import Components, Ranks
 from ps_core.engine._execution.driver_protocols import Hooks, Scheduler
 from ps_core.engine._execution.parameter_access import ParameterAccess

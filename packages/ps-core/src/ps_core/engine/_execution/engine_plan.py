@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._layout import Group, Layout
 from ps_core._plan import Instr, Plan, Queue, Release, Run, Segment
 from ps_core._planner.search import Planned
-from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._program import Program
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
 from ps_core.engine._devices.disk.queues import DISK_QUEUES

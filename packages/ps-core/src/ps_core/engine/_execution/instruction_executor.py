@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import Kind
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -28,7 +29,6 @@ from ps_core._plan import (
     Shift,
     Step,
 )
-from ps_core._program import Kind
 from ps_core.engine._devices.device import WorkEvent
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.lent_home_slots import restore_lent_homes

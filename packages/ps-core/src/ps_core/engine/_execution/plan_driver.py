@@ -10,8 +10,8 @@ import time
 from functools import partial
 from typing import Any
 
+from ps_core._extents import SegmentName
 from ps_core._plan import Instr, Queue, Reserve
-from ps_core._program import SegmentName
 from ps_core.engine._devices.device import Event, Worker
 from ps_core.engine._devices.disk.queues import DISK_QUEUES, DiskEvent
 from ps_core.engine._execution.driver_protocols import PassDriver

@@ -18,8 +18,8 @@ import torch
 
 import ps_kernels
 from ps_core._errors import UnsupportedParameter
+from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._program import Kind
 from ps_core.engine._gradients.gradient_sums import GradientSums, Launch, flatten, measured
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ps_core._errors import UnsupportedParameter
+from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._program import Kind
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._gradients.gradient_sums import flatten
 from ps_core.engine._gradients.loss_scale import LossScale

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from ps_core._errors import PlanMismatch
-from ps_core._program import Extent
+from ps_core._extents import Extent
 from ps_core.engine._devices.device import WorkEvent
 from ps_core.engine._devices.disk.file import FileExtent
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from ps_core._program import STATES, Kind
+from ps_core._extents import STATES, Kind
 from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, GradientStore, concatenate
 from ps_core.engine._gradients.gradient_sums import Launch, measured
 from ps_core.engine._memory.chunk import Slot

@@ -13,8 +13,8 @@ import torch
 
 import ps_kernels
 from ps_core._errors import InvalidInput
+from ps_core._extents import Kind
 from ps_core._options import SGD, Adam, AdamW, Optimizer
-from ps_core._program import Kind
 from ps_core.engine._optim.settings import Progress, Scalars, StatePlace, StepSettings
 from ps_core.engine._optim.torch_stepper import FREE
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from ps_core._extents import Kind
 from ps_core._options import Optimizer, TorchOptimizer
-from ps_core._program import Kind
 from ps_core.engine._optim.kernel_rule import KernelRule
 from ps_core.engine._optim.settings import Progress, Scalars, StatePlace, StepSettings
 from ps_core.engine._optim.torch_rule import TorchRule

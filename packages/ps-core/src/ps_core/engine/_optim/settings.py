@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from ps_core._program import STATES, Kind
+from ps_core._extents import STATES, Kind
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ps_core._errors import InvalidInput
-from ps_core._program import STATES, Kind
+from ps_core._extents import STATES, Kind
 from ps_core.engine._optim.rules import OptimizerRule
 from ps_core.engine._optim.settings import OptimizerBackend, Progress, Scalars, StatePlace
 

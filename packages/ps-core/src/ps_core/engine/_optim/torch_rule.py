@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import STATES, Kind
 from ps_core._options import TorchOptimizer
-from ps_core._program import STATES, Kind
 from ps_core.engine._optim.settings import Progress, Scalars, StatePlace
 from ps_core.engine._optim.torch_stepper import FREE, TorchSettings, TorchStepper, kept, plain_value
 

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ps_core._errors import InvalidInput
-from ps_core._program import STATES, Kind
+from ps_core._extents import STATES, Kind
 from ps_core.engine._optim.settings import Progress, Scalars, StatePlace
 
 FREE = frozenset({"foreach", "fused", "capturable", "differentiable"})

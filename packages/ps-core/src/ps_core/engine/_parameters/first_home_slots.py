@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine._devices.disk.file import blocks
 from ps_core.engine._memory.chunk import Chunk
 from ps_core.engine._memory.tier_store import TierStore

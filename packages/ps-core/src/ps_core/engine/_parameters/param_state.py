@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ps_core._errors import IllegalTransition, UnsupportedParameter
-from ps_core._program import STATES, Extent, Kind
+from ps_core._extents import STATES, Extent, Kind
 from ps_core.engine._memory.chunk import Chunk, SlotView
 from ps_core.engine._parameters.state_transitions import (
     TRANSITIONS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in __all__
 
+from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._program import Kind
 from ps_core.engine._memory.chunk import Chunk, MemoryView, Slot, SlotView
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver

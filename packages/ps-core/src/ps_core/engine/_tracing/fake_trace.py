@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from ps_core._errors import InvalidInput
-from ps_core._program import Precision
+from ps_core._extents import Precision
 from ps_core._trace import Tensor, Trace
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line
