@@ -159,7 +159,7 @@ class Engine:
         """End the pass after the root module's forward failed, and release everything."""
         self.passes.abort_forward()
         self.finish_pass()
-        self.passes.stop_counting()
+        self.passes.nonmodel.stop()
 
     # Passes.
 
@@ -190,7 +190,7 @@ class Engine:
         if self.store.stays_with_process:
             self.store.check_process()
         passes = self.passes
-        if passes.recording is not None or passes.counting or self.residency.exposed.bounds:
+        if passes.recording is not None or passes.nonmodel.counting or self.residency.exposed.bounds:
             if passes.threads.inside or passes.threads.backward:
                 passes.threads.check("a step, or a use of states or gradients,")
             passes.finish()

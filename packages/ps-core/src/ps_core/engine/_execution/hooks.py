@@ -145,7 +145,7 @@ class ModelHooks:
                     self.engine.residency.unbind(record)
                 if not forked:
                     self.engine.residency.release_chunks(group)
-            self.engine.passes.stop_counting()  # the last backward pass may have left its mode on
+            self.engine.passes.nonmodel.stop()  # the last backward pass may have left its mode on
             if self.engine.passes.recording is not None:
                 uninstall()
             if not forked:

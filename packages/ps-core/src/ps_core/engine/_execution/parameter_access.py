@@ -154,7 +154,7 @@ class ParameterAccess:
             ):
                 self._bind(records)
                 break
-        if passes.counting and passes.current is not None:
+        if passes.nonmodel.counting and passes.current is not None:
             for record in records:
                 passes.current.touched[record.index] = None
 
