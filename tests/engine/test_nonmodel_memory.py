@@ -43,7 +43,7 @@ def test_a_moment_takes_its_peak_and_the_slots_and_the_next_begins_with_what_is_
 
 def test_memory_of_the_model_is_not_counted_and_other_tensors_are_once() -> None:
     weight, other = torch.ones(4), torch.ones(8)
-    store, memory = counted({weight.untyped_storage()._cdata})
+    _, memory = counted({weight.untyped_storage()._cdata})
     moment = MomentRecord(False, (), (), name="a moment")
     memory.start_pass()
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from operator import attrgetter, is_
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -13,16 +12,16 @@ import torch
 
 from ps_core._errors import InvalidInput
 from ps_core.engine._gradients.loss_scale import LossScale, Scaler
+from ps_core.engine._optim.optimizer_state_dict import LOSS_SCALE, match_groups, pack, unpack
 from ps_core.engine._optim.rules import OptimizerRule, Spec
 from ps_core.engine._optim.settings import OptimizerBackend, Outcome, StatePlace, StepSettings
-from ps_core.engine._optim.state_format import MASTER, StateEntry, StateFormat, on_cpu
+from ps_core.engine._optim.state_format import StateEntry, StateFormat, on_cpu
 from ps_core.engine._optim.state_mapping import OptimizerState
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
 
-MASTERS, LOSS_SCALE = "masters", "loss_scale"
 _PARAMETER = attrgetter("parameter")
 R = TypeVar("R")
 
@@ -205,25 +204,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             before(self)
         if masters is None and _moved_by_accelerate(sys._getframe(1)) and not self._state:
             masters = False
-        state, groups, index = {}, [], 0
-        for group, members in zip(self.param_groups, self._members, strict=True):
-            packed = self.rule.for_torch({key: value for key, value in group.items() if key != "params"})
-            groups.append({**packed, "params": list(range(index, index + len(members)))})
-            for record in members:
-                if keys := self._keys(record, masters):
-                    state[index] = {key: self._format.read(record, key) for key in keys}
-                index += 1
-        found: dict[str, Any] = {"state": state, "param_groups": groups}
-        alone = {index: entry[MASTER] for index, entry in state.items() if [*entry] == [MASTER]}
-        if alone and not self.rule.starts_from_zeros:
-            found[MASTERS] = alone
-            found["state"] = {index: entry for index, entry in state.items() if index not in alone}
+        found = pack(self.rule, self.param_groups, self._members, lambda record: self._entry(record, masters))
         if self._loss_scale is not None:
-            found[LOSS_SCALE] = groups[0][LOSS_SCALE] = self._loss_scale.state_dict()
+            found[LOSS_SCALE] = found["param_groups"][0][LOSS_SCALE] = self._loss_scale.state_dict()
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, found)
             found = found if changed is None else changed
         return found
+
+    def _entry(self, record: ParamState, masters: bool | None) -> dict[str, Any]:
+        """Copy a parameter's entry of `state_dict` to the CPU."""
+        return {key: self._format.read(record, key) for key in self._keys(record, masters)}
 
     def _keys(self, record: ParamState, masters: bool | None = None) -> tuple[str, ...]:
         """Return the names in a parameter's entry of `state_dict` and `state`."""
@@ -253,14 +244,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             changed = before(self, given)
             given = given if changed is None else changed
         groups = self._match_groups(given["param_groups"])
-        keys = (key for group in given["param_groups"] for key in group["params"])
-        apart = given.get(MASTERS, {})  # an earlier format's
-        entries = {
-            record: self._format.check(
-                record, {**given["state"].get(key, {}), **({"master": apart[key]} if key in apart else {})}
-            )
-            for record, key in zip(self._records(), keys, strict=True)
-        }
+        entries = unpack(given, self._records(), self._format)
         scale = given.get(LOSS_SCALE) or given["param_groups"][0].get(LOSS_SCALE)
         if self._loss_scale is not None and scale:
             self._loss_scale.load_state_dict(scale)
@@ -285,25 +269,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Return the param groups with the saved numbers; raise `InvalidInput` if the saved groups do not match."""
         if len(self._source) > self._known:
             self._take_in()
-        sizes, found = [len(rows) for rows in self._members], [len(group["params"]) for group in saved]
-        if sizes != found:
-            raise InvalidInput(
-                f"this state has groups of {found} parameters, the optimizer has groups of {sizes}: param_groups[0] "
-                "is what no Group matches, then one for each Group, frozen parameters included"
-            )
-        matched = []
-        for index, (own, theirs) in enumerate(zip(self.param_groups, saved, strict=True)):
-            self.rule.check(f"the state's param_groups[{index}]", theirs)
-            _check_order(index, own["param_names"], theirs.get("param_names"))
-            wanted = [key for key, value in self.rule.groups[index].items() if not isinstance(value, bool | None)]
-            absent = [key for key in wanted if key not in theirs]
-            if absent:
-                raise InvalidInput(f"the state's param_groups[{index}] has no {absent[0]!r}: is it {self.rule.name}'s?")
-            names = {key: own[key] for key in ("params", "param_names", LOSS_SCALE) if key in own}
-            numbers = {key: value for key, value in theirs.items() if key not in names and key != LOSS_SCALE}
-            matched.append({**own, **deepcopy(numbers), **names})
-            self.rule.read(index, matched[-1])
-        return matched
+        return match_groups(self.rule, self.param_groups, list(map(len, self._members)), saved)
 
     # ---- what torch's optimizers can do and this cannot ----
 
@@ -344,16 +310,6 @@ def _group(settings: Mapping[str, Any], members: Sequence[ParamState]) -> dict[s
     # Names apart: pairs of name and parameter, which torch takes too, would leave an empty group without names.
     parameters, names = [record.parameter for record in members], [record.name for record in members]
     return {"params": parameters, "param_names": names, **settings}
-
-
-def _check_order(index: int, own: Sequence[str], saved: Sequence[str] | None) -> None:
-    """Refuse the same names in another order: states go by place. Other names may have a wrapper's prefix."""
-    if saved is not None and list(saved) != list(own) and sorted(saved) == sorted(own):
-        place = next(place for place, (one, other) in enumerate(zip(own, saved, strict=True)) if one != other)
-        raise InvalidInput(
-            f"the state's param_groups[{index}] has {saved[place]!r} at place {place}, where this model has "
-            f"{own[place]!r}: states belong to places. Register modules in the order of the model that was saved"
-        )
 
 
 def _check_max_norm(value: object) -> None:
