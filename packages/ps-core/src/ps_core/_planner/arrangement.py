@@ -9,11 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ps_core._address_ranges import Span, lowest
 from ps_core._errors import DoesNotFit
 from ps_core._extents import Extent, SegmentName
 from ps_core._plan import Copy, Held, Instr, Op, Queue, Release, Reserve, Shift, Tier, link, worker
 from ps_core._planner.bounds import largest_extent_bytes
-from ps_core._planner.held_slots import Holds, Span, lowest
+from ps_core._planner.held_slots import Holds
 from ps_core._program import Program
 
 

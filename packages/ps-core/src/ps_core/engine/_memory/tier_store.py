@@ -12,9 +12,9 @@ from operator import attrgetter
 
 import torch
 
+from ps_core._address_ranges import Span, lowest
 from ps_core._errors import DoesNotFit, InvalidInput, PlanMismatch
 from ps_core._plan import Queue, Tier, link
-from ps_core._planner.held_slots import Span, lowest
 from ps_core.engine._devices.device import Device, WorkEvent
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.queues import DISK_QUEUES
