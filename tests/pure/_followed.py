@@ -75,11 +75,12 @@ class Followed:
         """Fail if a message has no case, or a case no message.
 
         ``others``: functions that are called with a message's text. ``apart``: folders with tables of their own.
-        ``elsewhere``: functions whose messages other tests follow.
+        ``elsewhere``: parts of messages that other tests follow, or their functions.
         """
-        known = list(messages(folder, others))
-        assert not (set(elsewhere) - {each.where for each in known}), "no such functions"
-        found = [each for each in known if not each.where.startswith((*apart, *elsewhere, "/"))]
+        known = [each for each in messages(folder, others) if not each.where.startswith((*apart, "/"))]
+        gone = [part for part in elsewhere if not any(_has(each, part) for each in known)]
+        assert not gone, gone
+        found = [each for each in known if not any(_has(each, part) for part in elsewhere)]
         assert found
         assert not (unused := [part for part in self.cases if not any(_has(each, part) for each in found)]), unused
         followed = [each for each in found if any(_has(each, part) for part in self.cases)]
