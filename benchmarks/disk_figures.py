@@ -9,7 +9,7 @@ everything in memory, one over the disk. Compared are
 - losses, which must be the same to the bit;
 - the process's largest resident set as the system counts it, beyond what it had after imports, with the budget;
 - bytes read and written in a step with the least that is possible: every byte of model data changes in a step, so what
-  is not in memory at the tide's peak was written since and is read again;
+  is not in memory at the peak of non-model bytes was written since and is read again;
 - a step's time with that of the same bytes in the same pieces between the same file and memory, and nothing else.
 """
 

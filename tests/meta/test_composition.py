@@ -34,7 +34,7 @@ ALLOWED = {
     ),
     "a parameter that is managed or fake keeps its identity: its class changes, and what goes with that": (
         r"parameter|tensor|each",
-        r"__class__|_record|_owner|_recorder|_away",
+        r"__class__|_record|_owner|_recorder|_on_host",
     ),
     "PyTorch gives no other way to change its own objects": (
         r"parameter|ctx|made|module|real|held|counter|flags",

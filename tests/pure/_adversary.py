@@ -76,7 +76,7 @@ class Machine:
     collectives: int = 0
     decisions: int = 0
     parts: set[int] = field(default_factory=set)
-    tide: int = 0
+    nonmodel: int = 0
     moving: dict[int, Token] = field(default_factory=dict)
     used: dict[Extent, tuple[int, int]] = field(default_factory=dict)
     """Slots of the last moment, and how often each had moved."""
@@ -97,7 +97,7 @@ class Machine:
             raise Broken(f"slot {number} is not aligned")
         if not 0 <= room.tier < len(self.plan.tiers):
             raise Broken(f"no tier {room.tier}")
-        top = self.plan.tiers[room.tier].capacity_bytes - (self.tide if room.tier == 0 else 0)
+        top = self.plan.tiers[room.tier].capacity_bytes - (self.nonmodel if room.tier == 0 else 0)
         if room.end > top:
             raise Broken(f"slot {number} ends at {room.end}, above {top}")
         for other, theirs in self.rooms.items():
@@ -110,14 +110,14 @@ class Machine:
                 raise Broken(f"slots {number} and {other} overlap")
         self.rooms[number] = room
 
-    def _tide_to(self, size: int) -> None:
-        self.tide = size
+    def _nonmodel_to(self, size: int) -> None:
+        self.nonmodel = size
         top = self.plan.tiers[0].capacity_bytes - size
         if top < 0:
             raise Broken(f"{size} non-model bytes on a tier of {self.plan.tiers[0].capacity_bytes}")
         for number, room in self.rooms.items():
             if room.tier == 0 and room.end > top:
-                raise Broken(f"the tide reaches slot {number}")
+                raise Broken(f"non-model data reach slot {number}")
 
     def _room(self, number: int) -> Room:
         if number not in self.rooms:
@@ -229,7 +229,7 @@ class Machine:
         uses = self.program.uses(self.segment, visit)
         if op.nonmodel_bytes < visit.nonmodel_bytes:
             raise Broken("the moment takes more than it was given")
-        self._tide_to(op.nonmodel_bytes)
+        self._nonmodel_to(op.nonmodel_bytes)
         if len(op.slots) != len(uses):
             raise Broken(f"moment {op.visit} has {len(uses)} uses")
         if uses:
@@ -244,7 +244,7 @@ class Machine:
         self.used = now
         self.done_visits += 1
         following = self.declared[self.done_visits : self.done_visits + 1]
-        self._tide_to(min(op.nonmodel_bytes, *following) if following else 0)
+        self._nonmodel_to(min(op.nonmodel_bytes, *following) if following else 0)
 
     def _reduce(self, queue: Queue, op: Op) -> None:
         program, last = self.program, self.segment is SegmentName.MICRO_LAST

@@ -45,7 +45,7 @@ class Problem:
 def streaming(name: str, layers: float, *, ranks: int = 1) -> Problem:
     """A model with groups of so many layers, all of it at home on the host, half of its weights fitting on the device.
 
-    The chunked loss keeps the tide at much the same part of memory for every size.
+    The chunked loss keeps non-model data at much the same part of memory for every size.
     """
     found = shape(name)
     trace = analytic_trace(found, Workload(batch=1, seq=1024, chunked_loss=True))

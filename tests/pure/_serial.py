@@ -95,7 +95,7 @@ def serial_plan(
     ]
     for serial in serials:
         ends = [max(pair) for pair in zip(ends, serial.ends, strict=True)]
-    ends[0] = max(ends[0], *(_with_tide(program, row) for row in rows))
+    ends[0] = max(ends[0], *(_with_nonmodel(program, row) for row in rows))
     segments = tuple(
         Segment(name, _write_down(program, row, ends[0], waits))
         for name, row in zip(program.segments, rows, strict=True)
@@ -412,19 +412,19 @@ class Serial:
         return max([0, *ends, *(held.offset + held.bytes for held in self.home if held.tier == tier)])
 
 
-# ---------------------------------------------------------------- tide and waits
+# ---------------------------------------------------------------- non-model bytes and waits
 
 
-def _with_tide(program: Program, rows: list[Row]) -> int:
-    """Bytes the compute tier needs for slots and tide together."""
-    tides = [row.op.nonmodel_bytes for row in rows if isinstance(row.op, Run)]
-    need, tide = 0, 0
+def _with_nonmodel(program: Program, rows: list[Row]) -> int:
+    """Bytes the compute tier needs for slots and non-model data together."""
+    ahead = [row.op.nonmodel_bytes for row in rows if isinstance(row.op, Run)]
+    need, nonmodel = 0, 0
     for row in rows:
         if isinstance(row.op, Run):
-            need = max(need, row.top + tides[0])
-            now = tides.pop(0)
-            tide = min(now, tides[0]) if tides else 0
-        need = max(need, row.top + tide)
+            need = max(need, row.top + ahead[0])
+            now = ahead.pop(0)
+            nonmodel = min(now, ahead[0]) if ahead else 0
+        need = max(need, row.top + nonmodel)
     return need
 
 

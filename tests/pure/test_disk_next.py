@@ -42,8 +42,8 @@ def test_halves_are_all_there_is_weights_first(precision: Precision) -> None:
 
 @pytest.mark.parametrize("part", [0.2, 0.4, 0.7])
 def test_little_more_moves_than_must(part: float) -> None:
-    """Every byte of model data changes once a step; what is not above the disk at the tide's peak is written there
-    and read again.
+    """Every byte of model data changes once a step; what is not above the disk at the peak of non-model bytes is
+    written there and read again.
     """
     made = program(Precision.BF16)
     peak = max(visit.nonmodel_bytes for visit in made.visits)

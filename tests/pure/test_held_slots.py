@@ -29,11 +29,11 @@ MICRO = SegmentName.MICRO_LAST
 WIDE = 1 << 20
 
 
-def trace(*backward, sizes=(64, 64, 64), forward=((0,), (1,), (2,)), tides=0):
+def trace(*backward, sizes=(64, 64, 64), forward=((0,), (1,), (2,)), nonmodel=0):
     """Groups of these sizes; each moment of backward: what it reads, holds from the one before, and has grads of."""
     moments = [Moment(name=f"f{index}", phase=F, reads=reads) for index, reads in enumerate(forward)]
     moments += [
-        Moment(name=f"b{index}", phase=B, reads=reads, holds=holds, grads=grads, nonmodel_bytes=tides)
+        Moment(name=f"b{index}", phase=B, reads=reads, holds=holds, grads=grads, nonmodel_bytes=nonmodel)
         for index, (reads, holds, grads) in enumerate(backward)
     ]
     tensors = tuple(Tensor(name=f"t{index}", numel=numel) for index, numel in enumerate(sizes))
@@ -193,12 +193,12 @@ def test_the_reference_refuses_a_plan_that_moves_what_is_held():
 
 
 def test_blocks_that_nest_need_no_more_than_the_bound():
-    made = program(trace(*BLOCK, sizes=(64, 192, 320), tides=500))
+    made = program(trace(*BLOCK, sizes=(64, 192, 320), nonmodel=500))
     verify(made, tight_plan(made, snug(made)))
 
 
 def test_where_holds_take_turns_room_may_be_lacking():
-    made = program(trace(*CHAIN, sizes=(64, 64, 320), tides=500))
+    made = program(trace(*CHAIN, sizes=(64, 64, 320), nonmodel=500))
     assert gap_bytes(made) == 256
     with pytest.raises(DoesNotFit) as caught:
         tight_plan(made, snug(made))

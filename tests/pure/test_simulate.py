@@ -221,7 +221,7 @@ def test_segments_join_at_addresses_and_nowhere_else() -> None:
         assert round(found.stalled_s, 6) == 4
 
 
-def test_the_tide_waits_and_is_waited_for() -> None:
+def test_nonmodel_data_wait_and_are_waited_for() -> None:
     weight = Extent(Kind.P16, 0)
     for nonmodel in (0, 1024, 2048):
         plan = Plan(
@@ -297,7 +297,7 @@ def test_damage_that_shows_is_a_mismatch() -> None:
 
 
 def test_peak_follows_the_list() -> None:
-    """The tide between two moments is the smaller of the two; after the last there is none."""
+    """Non-model data between two moments are the smaller of the two; after the last there is none."""
     program = tiny()
     base = resident_plan()
     home_bytes = 128 + 3 * 256

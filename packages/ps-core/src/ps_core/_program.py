@@ -73,7 +73,7 @@ class Program:
 
     @property
     def gradient(self) -> Kind:
-        """The kind that a moment writes gradients to: with ``overwrites``, over what it reads."""
+        """Return the kind that a moment writes gradients to: with ``overwrites``, over what it reads."""
         return self.compute_weight if self.overwrites else Kind.GRAD
 
     @property
@@ -98,7 +98,7 @@ class Program:
 
     @property
     def local_gradient_bytes(self) -> int:
-        """Bytes of one element of it: sums over processes are fp32 until the last of them is rounded."""
+        """Return the bytes of one element of `local_gradient`: sums over processes are fp32."""
         return self.weight_bytes if self.ranks == 1 else 4
 
     @cached_property

@@ -193,7 +193,7 @@ def split(numel: int, tensors: Sequence[Tensor]) -> tuple[int, int]:
 
 
 def _on_device(table: list[list[int]], like: Tensor) -> Tensor:
-    """A table where a kernel reads it; the host waits for nothing."""
+    """Return a table where a kernel reads it; the host waits for nothing."""
     columns = torch.tensor(table, dtype=torch.int64, device="cpu")
     return columns.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else columns
 

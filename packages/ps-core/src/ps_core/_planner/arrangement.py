@@ -64,7 +64,7 @@ class Arrangement:
         self.holds = Holds(program, name)
         self.fixed: frozenset[Extent] = frozenset()
         """Pinned extents that must not be moved within their tier either: their memory is still referenced."""
-        self.tide_bytes = 0
+        self.nonmodel_bytes = 0
         self.now = -1
         self.place = "between segments"
         self.slack = largest_extent_bytes(program)
@@ -88,7 +88,7 @@ class Arrangement:
 
     def limit(self, tier: int) -> int:
         """Return the address where a tier's range for extents ends."""
-        return (self.tiers[tier].capacity_bytes - (self.tide_bytes if tier == 0 else 0)) & -128
+        return (self.tiers[tier].capacity_bytes - (self.nonmodel_bytes if tier == 0 else 0)) & -128
 
     def sitting(self, tier: int) -> list[tuple[Extent, Seat]]:
         """Return the extents on a tier, by address."""
@@ -285,7 +285,7 @@ class Arrangement:
 
     def return_home(self) -> None:
         """Undo every move, last first."""
-        self.tide_bytes = 0
+        self.nonmodel_bytes = 0
         log, self._log = self._log, []
         for extent, tier, offset in reversed(log):
             if self.seats[extent].tier == tier:

@@ -99,7 +99,7 @@ class _Chain(Arrangement):
         if self.segment is SegmentName.MICRO_LAST:
             self.emit(Queue.COLL, Decide(self._next()))
         if self.segment is SegmentName.STEP:
-            self.tide_bytes = 0
+            self.nonmodel_bytes = 0
             for group in self.program.stepped:
                 self._step(group)
         for group in self.program.casts(self.segment):
@@ -114,7 +114,7 @@ class _Chain(Arrangement):
     def _moment(self, visit: Visit) -> None:
         uses = self.program.uses(self.segment, visit)
         self.pins = {use.extent for use in uses if self._here(use.extent)} | self._half_way()
-        self.tide_bytes = visit.nonmodel_bytes
+        self.nonmodel_bytes = visit.nonmodel_bytes
         self.clear(0, 0)
         before = {use.extent: use.before for use in uses}
         for extent in self.holds.starting(visit.index):

@@ -118,7 +118,7 @@ class Scorer:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """Bytes of each group, or half, that may be resident."""
+        """Return the bytes of each group, or half, that may be resident."""
         if self._next_is_disk:
             return [row[2] for row in halves(self.program)]
         return [self._bytes(group) for group in range(len(self.program.layout.groups))]
@@ -131,7 +131,7 @@ class Scorer:
 
     @cached_property
     def limits(self) -> tuple[int, int]:
-        """The fewest groups (or halves) that must, and the most that can, be resident, as far as home alone tells."""
+        """Return the fewest groups (or halves) that must, and the most that can, be resident, by home slots alone."""
         sizes = self._sizes
         if len(self.tiers) == 1:
             return len(sizes), len(sizes)

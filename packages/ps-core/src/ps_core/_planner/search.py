@@ -183,7 +183,7 @@ def plan_with(
 
 
 def adopted(plan: Plan, trace: Trace, layout: Layout, machine: Machine, *, setup: Setup) -> Planned:
-    """A plan that another process found, verified here for the same trace."""
+    """Verify a plan that another process found for the same trace, and return it."""
     return _checked(_program(trace, layout, setup), plan, machine, setup, None)
 
 
@@ -249,7 +249,7 @@ def group_sizes(trace: Trace, setup: Setup) -> list[int]:
 
 
 def _best(scorers: list[Scorer], setup: Setup) -> tuple[Scorer, Found] | None:
-    """The best placement of all programs; one that moves nothing wherever there is room for it."""
+    """Return the best placement of all programs; one that moves nothing wherever there is room for it."""
     resident = [(scorer, found) for scorer in scorers if (found := scorer.all_resident()) is not None]
     if resident:
         return min(resident, key=lambda row: row[1].score)

@@ -56,7 +56,7 @@ class Observed:
     instr: Instr
     used_bytes: tuple[int, ...]
     """Bytes of slots, by tier."""
-    tide_bytes: int
+    nonmodel_bytes: int
     """Non-model bytes on the compute tier; during a moment's own event, those it ran with."""
 
 
@@ -268,7 +268,7 @@ class _Reference:
                     segment=flight.leg.name,
                     instr=instr,
                     used_bytes=tuple(bank.used_bytes(tier) for tier in range(len(bank.tiers))),
-                    tide_bytes=instr.op.nonmodel_bytes if isinstance(instr.op, Run) else bank.tide_bytes,
+                    nonmodel_bytes=instr.op.nonmodel_bytes if isinstance(instr.op, Run) else bank.nonmodel_bytes,
                 )
             )
 

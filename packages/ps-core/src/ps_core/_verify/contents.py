@@ -32,7 +32,7 @@ from ps_core._plan import (
 from ps_core._program import Program
 from ps_core._verify.order import BEGINNING, START, Clock, Stamp
 from ps_core._verify.plan_fault import Fault
-from ps_core._verify.ranges import TIDE
+from ps_core._verify.ranges import NON_MODEL
 from ps_core._verify.slots import Slot, Slots, describe, ids
 
 _ANYWHERE: tuple[type, ...] = (Reserve, Release, Copy, Shift)
@@ -82,8 +82,8 @@ class Contents:
         self._ran = 0
         self._used: dict[Extent, tuple[int, Stamp]] = {}
         """The extents of the last moment: the slot, and the instruction that put each there."""
-        self._tides = [instr.op.nonmodel_bytes for instr in segment.instrs if isinstance(instr.op, Run)]
-        self._tide_bytes = 0
+        self._nonmodel_ahead = [instr.op.nonmodel_bytes for instr in segment.instrs if isinstance(instr.op, Run)]
+        self._nonmodel_bytes = 0
         self._seq = 0
         self._decisions = 0
         self._norms: dict[int, list[Stamp]] = {group: [] for group in program.stepped}
@@ -218,7 +218,7 @@ class Contents:
         wanted = self._visits[self._ran] if self._ran < len(self._visits) else None
         if wanted is None or op.visit != wanted.index:
             raise Fault("no more moments" if wanted is None else f"moment {wanted.index}", f"moment {op.visit}")
-        self._raise_tide(op.nonmodel_bytes, wanted.nonmodel_bytes)
+        self._raise_nonmodel(op.nonmodel_bytes, wanted.nonmodel_bytes)
         uses = self._program.uses(self._segment, wanted)
         if len(op.slots) != len(uses):
             raise Fault(f"{len(uses)} slots", f"{len(op.slots)}")
@@ -243,17 +243,17 @@ class Contents:
             moved = f"slot {slot.number}" if slot.number != number else f"moved by instruction {slot.since.id}"
             raise Fault(f"{name} to stay in slot {number}", moved, others=ids([slot.since]))
 
-    def _raise_tide(self, tide_bytes: int, wanted_bytes: int) -> None:
+    def _raise_nonmodel(self, nonmodel_bytes: int, wanted_bytes: int) -> None:
         """Set the non-model bytes of this moment, and take back those that it will not need until the next."""
-        if not tide_bytes >= wanted_bytes:
-            raise Fault(f"{wanted_bytes} non-model bytes", f"{tide_bytes}")
+        if not nonmodel_bytes >= wanted_bytes:
+            raise Fault(f"{wanted_bytes} non-model bytes", f"{nonmodel_bytes}")
         ranges, capacity = self._slots.ranges[0], self._plan.tiers[0].capacity_bytes
-        ranges.check_free(capacity - tide_bytes, capacity - self._tide_bytes, self._clock)
+        ranges.check_free(capacity - nonmodel_bytes, capacity - self._nonmodel_bytes, self._clock)
         self._ran += 1
-        stays = min(tide_bytes, self._tides[self._ran]) if self._ran < len(self._tides) else 0
-        ranges.paint(capacity - stays, capacity, TIDE)
-        ranges.paint(capacity - tide_bytes, capacity - stays, self._me)
-        self._tide_bytes = stays
+        stays = min(nonmodel_bytes, self._nonmodel_ahead[self._ran]) if self._ran < len(self._nonmodel_ahead) else 0
+        ranges.paint(capacity - stays, capacity, NON_MODEL)
+        ranges.paint(capacity - nonmodel_bytes, capacity - stays, self._me)
+        self._nonmodel_bytes = stays
 
     def _gather(self, op: Gather) -> None:
         self._collective(op.seq)

@@ -65,7 +65,7 @@ class RunFolder:
             raise
 
     def close(self) -> None:
-        """Let other processes use the folder."""
+        """Unlock the folder for other processes."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

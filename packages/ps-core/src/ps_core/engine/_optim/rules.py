@@ -42,7 +42,7 @@ class OptimizerRule(Protocol):
 
     @property
     def whole(self) -> bool:
-        """True if parameters of some group are stepped whole, so that no process may have a part of one."""
+        """Return True if parameters of some group are stepped whole, so that no process may have a part of one."""
         ...
 
     @property

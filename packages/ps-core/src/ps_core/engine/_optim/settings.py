@@ -47,7 +47,7 @@ class StepSettings(Protocol):
 
     @property
     def whole(self) -> bool:
-        """True if each parameter is stepped alone, in its shape: neighbours are not put together."""
+        """Return True if each parameter is stepped alone, in its shape: neighbours are not put together."""
         ...
 
     def step(

@@ -110,7 +110,7 @@ class CudaRuntime(Protocol):
 
     @property
     def cap_bytes(self) -> int | None:
-        """The most that the allocator may take from the device; None: all of it."""
+        """Return the most bytes that the allocator may take from the device; None: all of it."""
 
     def set_cap(self, size_bytes: int | None) -> None:
         """Set the most that the allocator may take from the device; None: all of it."""
@@ -211,7 +211,7 @@ class TorchRuntime:
 
     @property
     def cap_bytes(self) -> int | None:
-        """What PyTorch lets this process take of the device; None: all of it."""
+        """Return the bytes that PyTorch lets this process take of the device; None: all of it."""
         part = torch.cuda.get_per_process_memory_fraction(self.torch_device)
         return None if part >= 1 else round(part * self._whole_bytes)
 
