@@ -28,8 +28,10 @@ CORE = ("-e", "packages/ps-core")
 PACKAGES = tuple(word for name in ("core", "kernels", "dist", "models") for word in ("-e", f"packages/ps-{name}"))
 ALL = (*PACKAGES, "torch", "numpy", "transformers", "safetensors", "accelerate", "peft", "lightning")
 """Without extras: a pip older than 24 does not see that a folder named with extras also is the package itself."""
-INTEGRATIONS = ("lightning", "trl", "datasets", "ray[train]", "diffusers", "sentence-transformers")
+INTEGRATIONS = ("lightning", "torchmetrics", "trl", "datasets", "ray[train]", "diffusers", "sentence-transformers")
 """Large libraries that only ``integrations`` installs; ``tests`` runs what needs none of them."""
+WITHOUT_OTHERS = ("litgpt", "jsonargparse")
+"""Installed without what they need: litgpt asks for older versions of packages that transformers has too."""
 PYTEST = ("pytest", "hypothesis", "pytest-cov", "pytest-xdist")
 SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
 """For tests whose tensors are so small that one process leaves most of a machine idle."""
@@ -242,6 +244,7 @@ def models(session: nox.Session) -> None:
 def integrations(session: nox.Session) -> None:
     """ps-core's integrations, with every library that they are for."""
     install(session, *ALL, *INTEGRATIONS, *PYTEST)
+    session.install("--quiet", "--no-compile", "--no-deps", "-c", "constraints.txt", *WITHOUT_OTHERS)
     run_integrations(session)
     pytest(session, "tests/docs/test_recipes.py")
 

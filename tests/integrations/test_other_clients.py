@@ -211,16 +211,22 @@ def test_litgpt_adapters() -> None:
 
     where = {f"lora_{name}": True for name in ("query", "value", "projection", "mlp", "head")}
     config = lora.Config(**LITGPT, lora_r=4, lora_alpha=8, lora_dropout=0.0, **where)
+    models: list[nn.Module] = []
 
     def make() -> nn.Module:
         made: nn.Module = lora.GPT(config)
         lora.mark_only_lora_as_trainable(made)
+        models.append(made)
         return made
 
     one, other = trained(both(make, "900KiB"), tokens)
     assert one[0] == other[0]
     same(one[1], other[1])
     assert any("lora_B" in name and value.any() for name, value in one[1].items())
+    for model in models:
+        lora.merge_lora_weights(model)
+    same(models[0].state_dict(), models[1].state_dict())
+    assert not torch.equal(models[0].lm_head.linear.weight, one[1]["lm_head.linear.weight"])
 
 
 def test_torchmetrics_within_and_beside_the_model() -> None:
