@@ -313,7 +313,7 @@ class PlanScheduler:
             return
         if recording.overrun or (self._estimated and recording.training and self._is_wrong(recording)):
             self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
-        if not self._engine.passes.tracked or not recording.complete:
+        if not self._engine.passes.tracked or self._engine.passes.broke_off or not recording.complete:
             return
         if recording.training is not self._setup.training:
             peak = recording.peak_nonmodel_bytes + self._engine.constant_bytes
