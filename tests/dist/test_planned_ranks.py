@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,15 @@ class Case:
     """KiB of the accelerator."""
     accumulate: int = 1
     max_norm: float | None = None
+    host: int = 2**12
+    """KiB of host memory a rank."""
+    disk: str = ""
+    """The folder of a disk tier; empty: there is none."""
+
+    @property
+    def budget(self) -> dict[str, Any]:
+        """The budget of one rank, but the accelerator's."""
+        return {"disk": "64MiB", "disk_dir": self.disk} if self.disk else {}
 
     def made(self, together: Together | None, parts: int) -> Any:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
@@ -45,7 +55,9 @@ class Case:
         ranks = 1 if together is None else together.ranks
         alone = together is None
         device = "cpu" if alone else self.device
-        budget = Budget(host=ranks * 2**22) if device == "cpu" else Budget(device=self.room * 2**10, host=ranks * 2**22)
+        host = 2**22 if alone else ranks * self.host * 2**10
+        room = None if device == "cpu" else self.room * 2**10
+        budget = Budget(device=room, host=host, **{} if alone else self.budget)
         size = 4 if self.precision == "fp32" else 2
         return chunked(
             model,
@@ -128,6 +140,22 @@ def test_ranks_that_follow_one_plan_give_the_bits_of_one_process(ranks: int, cas
     found, _ = run(ranks, train, case)
     for *steps, predicted in found:
         for step in steps[2:]:  # the first is on demand, and moves shards to the plan's places
+            for name, size in predicted.items():
+                assert step.get(name, 0) == pytest.approx(size, rel=0.02), name
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("device", "host"), [("cpu", 40), ("cpu", 48), ("emulated", 14)])
+def test_ranks_with_a_disk_follow_one_plan(
+    ranks: int, device: str, host: int, precision: str, accumulate: int, tmp_path: Path
+) -> None:
+    case = Case(device, precision, 45 if precision == "fp32" else 36, accumulate, host=host, disk=str(tmp_path))
+    found, _ = run(ranks, train, case)
+    for *steps, predicted in found:
+        assert predicted["host->disk"] > 0 < predicted["disk->host"]
+        for step in steps[2:]:
             for name, size in predicted.items():
                 assert step.get(name, 0) == pytest.approx(size, rel=0.02), name
 
@@ -288,9 +316,11 @@ def one_pass(model: nn.Module, step: int, rank: int, done: Pass, held: list[torc
         model(x, done, held).backward()
 
 
-def unlike(each: Together, program: list[list[Pass]], precision: str, device_kib: int | None) -> list[str]:
+def unlike(
+    each: Together, program: list[list[Pass]], precision: str, device_kib: int | None, **below: Any
+) -> list[str]:
     """Train beside one process that adds what the ranks give; why passes left the plan."""
-    budget = Budget(host=2**24) if device_kib is None else Budget(device=device_kib * 2**10, host=2**24)
+    budget = Budget(**{"device": device_kib and device_kib * 2**10, "host": 2**24, **below})
     fronts = []
     for together in (each, None):
         alone = together is None
@@ -455,11 +485,34 @@ def test_ranks_that_do_other_than_the_plan_give_the_bits_of_one_process(
     draw = random.Random(seed)
     ranks = 2 + seed % 2
 
+    run(ranks, unlike, drawn(draw, ranks), precision, device_kib)
+
+
+def drawn(draw: random.Random, ranks: int) -> list[list[Pass]]:
+    """What each rank does in each step."""
+
     def part(step: int) -> Pass:
         if step < 2:
             return Pass((0, 1))
         chosen = tuple(draw.sample(range(4), draw.randrange(4)))
         return Pass(chosen, draw.choice((3, 3, 5, 2)), fails=draw.random() < 0.1, holds=draw.random() < 0.2)
 
-    program = [[part(step) for _ in range(ranks)] for step in range(9)]
-    run(ranks, unlike, program, precision, device_kib)
+    return [[part(step) for _ in range(ranks)] for step in range(9)]
+
+
+@pytest.mark.parametrize("device_kib", [None, 12])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_ranks_with_a_disk_that_do_other_than_the_plan(
+    seed: int, precision: str, device_kib: int | None, tmp_path: Path
+) -> None:
+    """Shards that other ranks ask for are read from the disk."""
+    ranks = 2 + seed % 2
+
+    def trains(each: Together) -> None:
+        host = ranks * (12 if device_kib is None else 6) * 2**10
+        below = {"host": host, "disk": "64MiB", "disk_dir": str(tmp_path)}
+        unlike(each, drawn(random.Random(seed), ranks), precision, device_kib, **below)
+        assert each.asked
+
+    run(ranks, trains)

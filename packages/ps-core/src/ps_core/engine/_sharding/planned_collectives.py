@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ps_core._plan import Gather, Instr, Queue, ReduceScatter, Release, Reserve, slots_of
+from ps_core._plan import Copy, Gather, Instr, Queue, ReduceScatter, Release, Reserve, slots_of
 from ps_core._program import Kind, SegmentName
+from ps_core.engine._devices.disk.queues import DISK_QUEUES
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
@@ -291,6 +292,11 @@ class RanksExecutor(InstructionExecutor):
         self._staged.clear()
         self._waiting.clear()
         return found
+
+    def _copy(self, instr: Instr, op: Copy) -> None:
+        super()._copy(instr, op)
+        if self._segment.lends_homes and instr.queue in DISK_QUEUES:
+            self._shards.note_disk_move(op.extent.kind, instr.queue)
 
     # Slots of the compute tier that are memory of their own.
 

@@ -226,8 +226,6 @@ def why_unplanned(engine: Engine, setup: Setup) -> str:
         return "each process has the whole model"
     if engine.residency.together.processes != setup.ranks:
         return "there are several copies of the model (replicate)"
-    if engine.store.file is not None:
-        return "there is a disk below the host's memory"
     if len({group.weight for group in engine.groups}) > 1:
         return "some parameters are kept in fp32 (keep_fp32)"
     return ""
