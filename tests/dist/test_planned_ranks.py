@@ -27,6 +27,14 @@ from ps_core.engine._sharding.sharded_residency import ShardedResidency
 WIDTH, LAYERS, STEPS = 40, 6, 5
 
 
+class Casts(nn.Linear):
+    """A layer that takes inputs of any type."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = self.weight.dtype
+        return nn.functional.linear(x.to(kind), self.weight, self.bias.to(kind))
+
+
 @dataclass(frozen=True)
 class Case:
     """What is trained, and in how much memory."""
@@ -41,6 +49,8 @@ class Case:
     """KiB of host memory a rank."""
     disk: str = ""
     """The folder of a disk tier; empty: there is none."""
+    kept: tuple[str, ...] = ()
+    """Patterns of the parameters that are kept in fp32."""
 
     @property
     def budget(self) -> dict[str, Any]:
@@ -48,7 +58,7 @@ class Case:
         return {"disk": "64MiB", "disk_dir": self.disk} if self.disk else {}
 
     def made(self, together: Together | None, parts: int) -> Any:
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        model = nn.Sequential(*((Casts if self.kept else nn.Linear)(WIDTH, WIDTH) for _ in range(LAYERS)))
         seeded = torch.Generator().manual_seed(0)  # ranks are threads, which share PyTorch's own generator
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=WIDTH**-0.5, generator=seeded)
@@ -68,7 +78,12 @@ class Case:
             accumulation_steps=self.accumulate * parts,
             max_grad_norm=self.max_norm,
             collectives=together,
-            options=Options(group_bytes=WIDTH * (WIDTH + 1) * size, poison=device != "cpu"),
+            options=Options(
+                group_bytes=WIDTH * (WIDTH + 1) * size,
+                poison=device != "cpu",
+                keep_fp32=self.kept,
+                cast_inputs=not self.kept,
+            ),
         )
 
 
@@ -140,6 +155,23 @@ def test_ranks_that_follow_one_plan_give_the_bits_of_one_process(ranks: int, cas
     found, _ = run(ranks, train, case)
     for *steps, predicted in found:
         for step in steps[2:]:  # the first is on demand, and moves shards to the plan's places
+            for name, size in predicted.items():
+                assert step.get(name, 0) == pytest.approx(size, rel=0.02), name
+
+
+KEEPS: dict[str, tuple[str, ...]] = {"some": ("1.*", "4.*"), "biases": ("*.bias",), "all": ("*",)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("kept", list(KEEPS))
+@pytest.mark.parametrize(("device", "room"), [("cpu", 0), ("emulated", 55), ("emulated", 100)])
+def test_parameters_that_are_kept_in_fp32_are_in_the_plan(
+    ranks: int, device: str, room: int, kept: str, accumulate: int
+) -> None:
+    found, _ = run(ranks, train, Case(device, "bf16", room, accumulate, kept=KEEPS[kept]))
+    for *steps, predicted in found:
+        for step in steps[2:]:
             for name, size in predicted.items():
                 assert step.get(name, 0) == pytest.approx(size, rel=0.02), name
 
@@ -291,9 +323,9 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(16, 16)
-        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.head = nn.Linear(16, 1)
+        self.stem = Casts(16, 16)
+        self.experts = nn.ModuleList(Casts(16, 16) for _ in range(4))
+        self.head = Casts(16, 1)
         seeded = torch.Generator().manual_seed(1)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.25, generator=seeded)
@@ -317,7 +349,12 @@ def one_pass(model: nn.Module, step: int, rank: int, done: Pass, held: list[torc
 
 
 def unlike(
-    each: Together, program: list[list[Pass]], precision: str, device_kib: int | None, **below: Any
+    each: Together,
+    program: list[list[Pass]],
+    precision: str,
+    device_kib: int | None,
+    kept: tuple[str, ...] = (),
+    **below: Any,
 ) -> list[str]:
     """Train beside one process that adds what the ranks give; why passes left the plan."""
     budget = Budget(**{"device": device_kib and device_kib * 2**10, "host": 2**24, **below})
@@ -333,7 +370,7 @@ def unlike(
                 precision=precision,
                 accumulation_steps=2 if alone else 1,
                 collectives=together,
-                options=Options(group_bytes=16 * 17 * (4 if precision == "fp32" else 2)),
+                options=Options(group_bytes=16 * 17 * (4 if precision == "fp32" else 2), keep_fp32=kept),
             )
         )
     (model, optimizer), (single, reference) = fronts
@@ -486,6 +523,13 @@ def test_ranks_that_do_other_than_the_plan_give_the_bits_of_one_process(
     ranks = 2 + seed % 2
 
     run(ranks, unlike, drawn(draw, ranks), precision, device_kib)
+
+
+@pytest.mark.parametrize("device_kib", [None, 16, 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_do_other_than_a_plan_with_parameters_kept_in_fp32(seed: int, device_kib: int | None) -> None:
+    ranks = 2 + seed % 2
+    run(ranks, unlike, drawn(random.Random(seed), ranks), "bf16", device_kib, ("experts.1.*", "*.bias"))
 
 
 def drawn(draw: random.Random, ranks: int) -> list[list[Pass]]:

@@ -106,16 +106,6 @@ def test_both_step_times_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bound of the plan" not in out, "the same figure twice says nothing"
 
 
-def test_several_processes_do_not_follow_a_plan_with_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
-    for gpus, disk, said in (("1", "8GiB", False), ("2", "0", False), ("2", "8GiB", True)):
-        where = ("--device-memory", "2GiB", "--host-memory", "32GiB", "--disk", disk)
-        words = ("plan", "gpt-10m", "--seq", "128", *where, "--gpus", gpus)
-        _, found = document(capsys, *words)
-        assert any("do not follow this plan" in note for note in found["notes"]) is said
-        _, out, _ = run(capsys, *words)
-        assert ("several processes with a disk do not follow this plan" in out) is said
-
-
 def test_a_plan_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     status, found = document(capsys, "plan", "gpt-50m", *TINY, *NO_RESERVE)
     assert status == 3

@@ -13,11 +13,6 @@ from ps_core._trace import Trace
 from ps_core._units import format_bytes, format_count
 
 Document = dict[str, object]
-SEVERAL_WITH_DISK = (
-    "several processes with a disk do not follow this plan: they agree on collectives as they run, and move what there "
-    "is room for to the GPU after the first steps, so memory and time will differ"
-)
-"""Of a plan for several GPUs and a disk; docs/distributed.md has the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,7 @@ def fits_document(case: Case, found: Forecast, advice: Sequence[str]) -> Documen
         "resident_groups": _resident(found),
         "padding_bytes": _padding_bytes(found),
         "host_table_bytes": found.table.held_bytes if found.table is not None else 0,
-        "notes": list(_notes(found)),
+        "notes": list(found.planned.plan.notes),
         "predicted": True,
         **_setting(case),
     }
@@ -146,12 +141,6 @@ def _padding_bytes(found: Forecast) -> int:
     return homes * layout.ranks * layout.padding_numel // max(1, layout.padded_numel)
 
 
-def _notes(found: Forecast) -> tuple[str, ...]:
-    """Return notes for the plan's reader, the most important first."""
-    notes, has_disk = found.planned.plan.notes, any(tier.name == "disk" for tier in found.tiers)
-    return (SEVERAL_WITH_DISK, *notes) if found.training.cluster.gpus > 1 and has_disk else notes
-
-
 # ---------------------------------------------------------------- for people
 
 
@@ -186,7 +175,7 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
     if found.table is not None:
         held = format_bytes(found.table.held_bytes)
         lines.append(f"  {'token table':<20}{held:>12}  of host for good, states and gradient included")
-    lines += _bullets("note", _notes(found))
+    lines += _bullets("note", found.planned.plan.notes)
     lines += _bullets("advice", advice)
     return "\n".join(lines) + "\n"
 

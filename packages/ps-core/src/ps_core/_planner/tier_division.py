@@ -130,7 +130,7 @@ def _longest(program: Program) -> SegmentName:
 
 def _classes(program: Program) -> tuple[int, int]:
     groups = range(len(program.layout.groups))
-    shard = max((program.bytes_of(Extent(program.weight, group)) for group in groups), default=0)
+    shard = max((program.bytes_of(Extent(program.weight_of(group), group)) for group in groups), default=0)
     return align_up(shard // _SIZE_CLASSES + 1), align_up(shard * program.ranks // _SIZE_CLASSES + 1)
 
 
@@ -144,9 +144,10 @@ def _gathered(program: Program, placement: Placement, arena: int, classes: tuple
         return 0, False
     least, deep = _gathered_needs(program, classes[1])
     groups = range(len(placement.weights))
-    shards = [align_up(program.bytes_of(Extent(program.weight, group)), classes[0]) for group in groups]
-    below = [size for group, size in enumerate(shards) if placement.home_tier(program.weight, group)]
-    passing = 3 * max(below, default=0 if program.overwrites else max(shards, default=0))
+    shards = [align_up(program.bytes_of(Extent(program.weight_of(group), group)), classes[0]) for group in groups]
+    below = [size for group, size in enumerate(shards) if placement.home_tier(program.weight_of(group), group)]
+    summed = [size for group, size in enumerate(shards) if not program.overwritten(group)]
+    passing = 3 * max(below, default=max(summed, default=0))
     if sum(below) + passing + deep <= arena:
         return arena - sum(below) - passing, True
     if passing + deep <= arena:
@@ -168,20 +169,20 @@ def _gathered_needs(program: Program, size_class: int) -> tuple[int, int]:
 
     for visit in program.segment_visits(segment):
         held = {use.extent for use in program.uses(segment, visit) if use.extent.kind in (Kind.FULL, Kind.GRAD)}
-        partial |= {Extent(program.gradient, group) for group in visit.grads}
+        partial |= {Extent(program.gradient_of(group), group) for group in visit.grads}
         least = max(least, room(held | partial))
         deep = max(deep, room(before | held | partial))
-        partial -= {Extent(program.gradient, group) for group in program.completions[visit.index]}
+        partial -= {Extent(program.gradient_of(group), group) for group in program.completions[visit.index]}
         before = held
     return least, deep
 
 
 def _static_set(program: Program, placement: Placement, room: int) -> frozenset[int]:
     kept = set()
-    sizes = [program.bytes_of(Extent(program.weight, group)) for group in range(len(placement.weights))]
+    sizes = [program.bytes_of(Extent(program.weight_of(group), group)) for group in range(len(placement.weights))]
     room -= 3 * max(sizes, default=0)
     for group, size in enumerate(sizes):
-        if placement.home_tier(program.weight, group) and size <= room:
+        if placement.home_tier(program.weight_of(group), group) and size <= room:
             kept.add(group)
             room -= size
     return frozenset(kept)

@@ -118,7 +118,7 @@ def moved_bytes(program: Program, plan: Plan) -> dict[str, int]:
                 counts[instr.queue] += instr.op.bytes
             elif isinstance(instr.op, Gather | ReduceScatter):
                 shard = program.layout.groups[instr.op.group].shard_numel
-                wire += shard * (program.ranks - 1) * program.weight_bytes
+                wire += shard * (program.ranks - 1) * program.element_bytes(instr.op.group)
     return _links(plan, counts, wire)
 
 

@@ -356,13 +356,14 @@ class PlanScheduler:
         return True
 
     def _fits_step(self, plan: EnginePlan) -> bool:
-        wanted = GradientPlace.IN_WEIGHT_SLOT if plan.overwrites else GradientPlace.IN_ACCUMULATOR
         stepped = plan.stepped
         for group in self._engine.groups:
             if group.fixed_tier is not None:
                 continue
             if 0 in group.weight_chunk.copies:
                 return False
+            over = group in plan.overwritten
+            wanted = GradientPlace.IN_WEIGHT_SLOT if over else GradientPlace.IN_ACCUMULATOR
             for record in group.tensors:
                 known = (GradientPlace.NONE, wanted) if group in stepped else (GradientPlace.NONE,)
                 if record.gradient not in known:

@@ -167,9 +167,8 @@ class RanksScheduler(PlanScheduler):
 
     def _has_sums_besides(self, plan: EnginePlan) -> bool:
         """Return True if gradients lie in sums, for which the plan has no place; the same on all ranks."""
-        return plan.overwrites and any(
-            record.gradient is GradientPlace.IN_ACCUMULATOR for record in self._engine.records
-        )
+        rows = (record for group in plan.overwritten for record in group.tensors)
+        return any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in rows)
 
     def observe(self, recording: PassRecording) -> None:
         """Remember a recorded pass, if the plan is not for such passes."""
@@ -226,6 +225,4 @@ def why_unplanned(engine: Engine, setup: Setup) -> str:
         return "each process has the whole model"
     if engine.residency.together.processes != setup.ranks:
         return "there are several copies of the model (replicate)"
-    if len({group.weight for group in engine.groups}) > 1:
-        return "some parameters are kept in fp32 (keep_fp32)"
     return ""
