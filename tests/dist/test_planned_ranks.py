@@ -100,12 +100,12 @@ def passed(model: nn.Module, step: int, part: int, count: int) -> float:
 def train(each: Together, case: Case) -> list[dict[str, Any]]:
     """Train beside one process that adds the same parts; what each step moved, and what was predicted."""
     model, optimizer = case.made(each, 1)
-    single, reference = case.made(None, max(2, each.ranks))
+    single, reference = case.made(None, max(2, each.processes))
     rounds, rows = case.precision != "fp32" and case.accumulate == 1, []
     for step in range(STEPS):
-        count = each.ranks * case.accumulate
+        count = each.processes * case.accumulate
         before, wire = Counter(statistics(model).moved_bytes), each.received_bytes
-        for part in range(each.rank, count, each.ranks):
+        for part in range(each.process, count, each.processes):
             passed(model, step, part, count)
         adds_like(
             each.mesh,
@@ -155,6 +155,22 @@ def test_ranks_that_follow_one_plan_give_the_bits_of_one_process(ranks: int, cas
     found, _ = run(ranks, train, case)
     for *steps, predicted in found:
         for step in steps[2:]:  # the first is on demand, and moves shards to the plan's places
+            for name, size in predicted.items():
+                assert step.get(name, 0) == pytest.approx(size, rel=0.02), name
+
+
+@pytest.mark.parametrize(("processes", "copies"), [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("room", [0, 60, 200])
+def test_copies_of_a_model_follow_one_plan(
+    processes: int, copies: int, room: int, precision: str, accumulate: int
+) -> None:
+    case = Case("emulated" if room else "cpu", precision, room, accumulate)
+    found, _ = run(processes, train, case, copies=copies)
+    for *steps, predicted in found:
+        assert predicted["wire"] > 0
+        for step in steps[2:]:
             for name, size in predicted.items():
                 assert step.get(name, 0) == pytest.approx(size, rel=0.02), name
 
@@ -379,14 +395,14 @@ def unlike(
     why: list[str] = []
     for step, parts in enumerate(program):
         held: list[torch.Tensor] = []
-        one_pass(model, step, each.rank, parts[each.rank], held)
+        one_pass(model, step, each.process, parts[each.process], held)
 
         def alone(part: int, step: int = step, parts: list[Pass] = parts) -> None:
             if not parts[part].fails:
                 one_pass(single, step, part, parts[part], [])
 
         reference.zero_grad()
-        adds_like(each.mesh, single, reference, alone, each.ranks, rounds=precision != "fp32")
+        adds_like(each.mesh, single, reference, alone, each.processes, rounds=precision != "fp32")
         if not step % 3:
             look = torch.randn(2, 16, generator=torch.Generator().manual_seed(step))
             with torch.no_grad():
@@ -530,6 +546,16 @@ def test_ranks_that_do_other_than_the_plan_give_the_bits_of_one_process(
 def test_ranks_that_do_other_than_a_plan_with_parameters_kept_in_fp32(seed: int, device_kib: int | None) -> None:
     ranks = 2 + seed % 2
     run(ranks, unlike, drawn(random.Random(seed), ranks), "bf16", device_kib, ("experts.1.*", "*.bias"))
+
+
+@pytest.mark.parametrize("device_kib", [None, 16, 40])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("seed", "processes", "copies"), [(0, 2, 2), (1, 4, 2), (3, 4, 2)])
+def test_copies_that_do_other_than_the_plan(
+    seed: int, processes: int, copies: int, precision: str, device_kib: int | None
+) -> None:
+    program = drawn(random.Random(seed), processes)
+    run(processes, unlike, program, precision, device_kib, copies=copies)
 
 
 def drawn(draw: random.Random, ranks: int) -> list[list[Pass]]:

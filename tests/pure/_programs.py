@@ -225,6 +225,7 @@ def make_program(
     """
     trace = holding(apart or choose, random_trace(choose, bounds))
     layout = random_layout(choose, trace, most_ranks=most_ranks)
+    copies = pick(apart or choose, (1, 1, 1, 2, 3)) if most_ranks > 1 else 1
     return Program(
         trace=trace,
         layout=keeping(apart or choose, layout),
@@ -233,6 +234,7 @@ def make_program(
         training=not flag(choose, 12) if training is None else training,
         nonmodel_overhead=0.05 if flag(choose, 20) else 0.0,
         states=pick(apart or choose, (2, 2, 2, 0, 1, 3, 4)),
+        copies=copies,
     )
 
 
@@ -262,14 +264,15 @@ def pinned_bytes(program: Program) -> int:
 def largest_bytes(program: Program) -> int:
     """The largest extent of the program, gathered groups included."""
     groups = program.layout.groups
-    sizes = (group.shard_numel * max(4, program.ranks * program.element_bytes(group.index)) for group in groups)
+    extra = 8 if program.copies > 1 else 0  # for sums across copies
+    sizes = (group.shard_numel * max(4, program.ranks * program.element_bytes(group.index) + extra) for group in groups)
     activation = max((activation.bytes for activation in program.trace.activations), default=0)
     return max(*sizes, 0, activation + 127)
 
 
 def model_bytes(program: Program) -> int:
     """Everything that has a home, gradients gathered or waiting, and every activation."""
-    gathered = (Kind.FULL, Kind.GRAD, Kind.WIRE) if program.ranks > 1 else (Kind.GRAD,)
+    gathered = (Kind.FULL, Kind.GRAD, Kind.WIRE) if program.sharded else (Kind.GRAD,)
     home = sum(
         program.bytes_of(Extent(kind, group.index))
         for group in program.layout.groups

@@ -314,7 +314,7 @@ class Serial:
     def complete(self, group: int) -> None:
         program, count = self.program, len(self.program.gradient_visits[group])
         target = Extent(Kind.P16 if program.overwritten(group) else Kind.RGRAD, group)
-        if program.ranks > 1:
+        if program.sharded:
             source = Extent(Kind.FULL if program.overwritten(group) else Kind.GRAD, group)
             origin = self.bring(source, 0)
             wire = self.reserve(0, program.bytes_of(Extent(Kind.WIRE, group)))

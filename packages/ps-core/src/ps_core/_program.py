@@ -142,6 +142,8 @@ class Program:
     """The fraction of every moment's non-model bytes that is added to them (fragmentation)."""
     states: int = 2
     """The number of `STATES` that the optimizer keeps for each parameter."""
+    copies: int = 1
+    """How many copies of the model train together; the processes of each copy divide its groups."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.states <= len(STATES):
@@ -153,6 +155,11 @@ class Program:
     def ranks(self) -> int:
         """Return how many processes share the model."""
         return self.layout.ranks
+
+    @property
+    def sharded(self) -> bool:
+        """Return True if several processes train: groups are gathered, and gradients are summed over processes."""
+        return self.layout.ranks * self.copies > 1
 
     @property
     def overwrites(self) -> bool:
@@ -191,12 +198,12 @@ class Program:
 
     def compute_weight_of(self, group: int) -> Kind:
         """Return the kind that a moment reads: the chunk itself, or the gathered group."""
-        return self.weight_of(group) if self.ranks == 1 else Kind.FULL
+        return Kind.FULL if self.sharded else self.weight_of(group)
 
     @property
     def local_gradient(self) -> Kind:
         """Return the kind that is added to the accumulator, without ``overwrites``."""
-        return Kind.GRAD if self.ranks == 1 else Kind.RGRAD
+        return Kind.RGRAD if self.sharded else Kind.GRAD
 
     @cached_property
     def visits(self) -> tuple[Visit, ...]:
@@ -300,8 +307,22 @@ class Program:
         numel = self.layout.groups[index].shard_numel
         if kind in (Kind.FULL, Kind.GRAD, Kind.WIRE):
             size = numel * self.ranks * self.element_bytes(index)
-            return min(size, WIRE_BYTES) if kind is Kind.WIRE else size
+            if kind is not Kind.WIRE:
+                return size
+            return min(size if self.copies == 1 else size + 8 * numel, WIRE_BYTES)
         return numel * (2 if kind is Kind.P16 else 4)
+
+    def gather_bytes(self, group: int) -> int:
+        """Return the bytes that a process receives of a group that is gathered."""
+        return self.layout.groups[group].shard_numel * (self.ranks - 1) * self.element_bytes(group)
+
+    def across_bytes(self, group: int) -> int:
+        """Return the bytes of a sum that a process receives from other copies of the model.
+
+        It adds its part of the shard, which comes in fp32 from each copy. Then it receives the other parts.
+        """
+        numel = self.layout.groups[group].shard_numel
+        return numel * (self.copies - 1) // self.copies * (4 + (2 if self.overwritten(group) else 4))
 
     @property
     def state_kinds(self) -> tuple[Kind, ...]:

@@ -112,6 +112,7 @@ def _setting(case: Case) -> Document:
         "machine": training.machine.name,
         "gpus": cluster.gpus,
         "nodes": cluster.nodes,
+        "replicate": cluster.copies,
         "batch": training.batch,
         "seq": training.seq,
         "accumulate": training.accumulate,
@@ -233,6 +234,7 @@ def _heading(case: Case) -> list[str]:
     training, cluster = case.training, case.training.cluster
     kind = ("GPU", "GPUs") if cluster.device_memory else ("process without GPU", "processes without GPU")
     where = f"{cluster.gpus} {kind[cluster.gpus > 1]}" + (f" in {cluster.nodes} nodes" if cluster.nodes > 1 else "")
+    where += f", {cluster.copies} copies" if cluster.copies > 1 else ""
     work = f"batch {training.batch} x {training.seq}"
     if isinstance(case.subject, Trace):
         work = f"{case.subject.tokens:,} tokens"

@@ -75,7 +75,7 @@ def largest_extent_bytes(program: Program) -> int:
     """Return the bytes of the largest extent the program has."""
     groups = range(len(program.layout.groups))
     sizes = [program.bytes_of(Extent(kind, group)) for group in groups for kind in program.home_kinds(group)]
-    if program.ranks > 1:
+    if program.sharded:
         sizes += [program.bytes_of(Extent(Kind.FULL, group)) for group in groups]
     if program.training:
         sizes += [program.bytes_of(Extent(Kind.ACT, index)) for index in range(len(program.trace.activations))]
@@ -125,13 +125,13 @@ def _alive(program: Program, segment: SegmentName) -> Iterator[tuple[Visit, set[
     partial: set[Extent] = set()
     for visit in program.segment_visits(segment):
         stored_bytes += sum(program.bytes_of(Extent(Kind.ACT, index)) for index in visit.makes)
-        apart = [group for group in visit.grads if program.ranks > 1 or not program.overwritten(group)]
+        apart = [group for group in visit.grads if program.sharded or not program.overwritten(group)]
         partial |= {Extent(program.gradient_of(group), group) for group in apart}
         uses = {use.extent for use in program.uses(segment, visit)}
         homeless = partial | {extent for extent in uses if extent.kind is Kind.FULL}
         complete = program.completions[visit.index] if program.training else ()
         scratch, landing = set[Extent](), set[Extent]()
-        if program.ranks > 1 and complete:
+        if program.sharded and complete:
             largest = max(complete, key=lambda group: program.layout.groups[group].shard_numel)
             scratch |= {Extent(Kind.WIRE, largest)}
             overwritten = program.overwritten(largest)

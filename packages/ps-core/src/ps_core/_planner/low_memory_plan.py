@@ -170,7 +170,7 @@ class _Chain(Arrangement):
         count = len(program.gradient_visits[group])
         overwritten = program.overwritten(group)
         target = Extent(program.weight_of(group) if overwritten else program.local_gradient, group)
-        if program.ranks > 1:
+        if program.sharded:
             source, wire = Extent(program.gradient_of(group), group), Extent(Kind.WIRE, group)
             self.pins |= {source}
             if overwritten:

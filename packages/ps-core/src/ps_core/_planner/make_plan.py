@@ -161,17 +161,17 @@ class _Moments(Walker):
         program = self.program
         if program.overwritten(group):
             weight = Extent(program.weight_of(group), group)
-            if program.ranks > 1:
+            if program.sharded:
                 self._reduce(group, Extent(program.gradient_of(group), group), weight)
             self._norms.append((group, self.slot(weight, 0)))
-            if program.ranks == 1:
+            if not program.sharded:
                 self._measure()
             self.bring_home(weight)
             for tier in self.residents[weight]:
                 self.abandon(weight, tier)
             return
         gradient = Extent(program.local_gradient, group)
-        if program.ranks > 1:
+        if program.sharded:
             self._reduce(group, Extent(Kind.GRAD, group), gradient)
         self._accumulate(group, gradient)
 

@@ -80,7 +80,7 @@ class Frame:
 
     def zone(self, extent: Extent, tier: int) -> Zone:
         """Return the zone of a tier that an extent's slots come from."""
-        alone = tier > 0 or self.program.ranks == 1
+        alone = tier > 0 or not self.program.sharded
         return Zone.MAIN if alone else _ZONES.get(extent.kind, Zone.MAIN)
 
     def slot_bytes(self, extent: Extent, tier: int) -> int:
@@ -103,7 +103,7 @@ def make_frame(
         if end > (tiers[tier].capacity_bytes if tier else line):
             raise NoRoom(tier, -1, end)
     arena = line - ends[0]
-    groups = program.stepped if program.ranks > 1 else ()
+    groups = program.stepped if program.sharded else ()
     scratch = max((program.bytes_of(Extent(Kind.WIRE, group)) for group in groups), default=0)
     classes = _classes(program)
     gathered, deep = _gathered(program, placement, arena - scratch, classes)
@@ -140,7 +140,7 @@ def _gathered(program: Program, placement: Placement, arena: int, classes: tuple
     Shards are small, and expensive because they cross the link. Gathered groups are large and cheap. So all shards from
     below stay if there is room for them. The remaining bytes keep groups gathered from forward to backward.
     """
-    if program.ranks == 1:
+    if not program.sharded:
         return 0, False
     least, deep = _gathered_needs(program, classes[1])
     groups = range(len(placement.weights))

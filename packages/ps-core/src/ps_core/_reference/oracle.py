@@ -67,7 +67,7 @@ class _Oracle:
 
     def _iterate(self, iteration: int) -> None:
         totals = dict[int, Floats]()
-        rounds = self.program.overwrites or self.program.ranks == 1
+        rounds = self.program.overwrites or not self.program.sharded
         for micro in range(self.program.accumulate):
             ranks = [self._pass(iteration, micro, rank, self.losses) for rank in range(self.program.ranks)]
             for tensor in ranks[0]:

@@ -51,7 +51,7 @@ from ps_core._plan import (
     Tier,
 )
 from ps_core._program import Precision, Program
-from ps_core._simulate.cluster import ring_s
+from ps_core._simulate.cluster import LINK_HOP_S, NODE_HOP_S, ring_s
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Phase
 
@@ -127,15 +127,19 @@ class Costs:
         self._shards = [group.shard_numel for group in program.layout.groups]
         groups = range(len(self._shards))
         elements = [program.element_bytes(group) for group in groups]
-        self._sent = [shard * (ranks - 1) * size for shard, size in zip(self._shards, elements, strict=True)]
-        self._ranks = ranks
+        self._sent = [program.gather_bytes(group) for group in groups]
+        self._across = [program.across_bytes(group) for group in groups]
+        nodes = ranks * program.copies > ranks_per_node
+        self._between = machine.internode_bandwidth if nodes else machine.collective_bandwidth
+        self._copies_hops_s = 2 * (NODE_HOP_S if nodes else LINK_HOP_S)  # parts go there, and sums come back
+        self._sharded = program.sharded
         self._around = list(self._around_products(program, elements)) if self._played else []
         self._norm = [2 if program.overwritten(group) else 4 for group in groups]
         weights = [size % 4 for size in elements]  # 2 bytes in 16 bits; in fp32 the weight is the master
         states = 8 * (1 + program.states)
         self._step = [states + norm + weight for norm, weight in zip(self._norm, weights, strict=True)]
-        self._hops_s = ring_s(ranks, ranks_per_node)
-        self._accumulate = [4 + (4 if ranks > 1 else size) for size in elements]
+        self._hops_s = ring_s(ranks, min(ranks, ranks_per_node))
+        self._accumulate = [4 + (4 if program.sharded else size) for size in elements]
 
     def _around_products(self, program: Program, elements: list[int]) -> Iterator[float]:
         """Yield, for an emulated accelerator, what each moment takes for its tensors, beside the work on
@@ -170,9 +174,13 @@ class Costs:
                 note(self._computing[op.visit] + self._overhead)
             elif isinstance(op, Gather | ReduceScatter):
                 wire += self._sent[op.group]
-                note(self._sent[op.group] / self._wire + latency + self._hops_s)
+                taken = self._sent[op.group] / self._wire + latency + self._hops_s
+                if isinstance(op, ReduceScatter) and self._across[op.group]:
+                    wire += self._across[op.group]
+                    taken += self._across[op.group] / self._between + self._copies_hops_s
+                note(taken)
             elif isinstance(op, Decide):
-                note(latency if self._ranks > 1 else 0.0)
+                note(latency if self._sharded else 0.0)
             else:
                 count = self._memory_bytes(op, slot_bytes)
                 cpu_bytes += count * (queue is Queue.CPU)

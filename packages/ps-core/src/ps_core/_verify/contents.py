@@ -43,11 +43,11 @@ def allowed_in(program: Program, segment: SegmentName) -> frozenset[type]:
         return frozenset((*_ANYWHERE, Step))
     if segment in (SegmentName.SKIP, SegmentName.PROLOGUE):
         return frozenset((*_ANYWHERE, Cast))
-    moments = (*_ANYWHERE, Run, *((Gather,) if program.ranks > 1 else ()))
+    moments = (*_ANYWHERE, Run, *((Gather,) if program.sharded else ()))
     if segment is SegmentName.EVAL:
         return frozenset(moments)
     accumulates = not all(map(program.overwritten, program.stepped))
-    gradients = (*((ReduceScatter,) if program.ranks > 1 else ()), *((Accumulate,) if accumulates else ()))
+    gradients = (*((ReduceScatter,) if program.sharded else ()), *((Accumulate,) if accumulates else ()))
     last = (Norm, Decide) if segment is SegmentName.MICRO_LAST else ()
     return frozenset((*moments, *gradients, *last))
 

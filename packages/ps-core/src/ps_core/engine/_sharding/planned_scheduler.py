@@ -216,13 +216,3 @@ class RanksScheduler(PlanScheduler):
         """Log a line on one rank."""
         if self._together.process == 0:
             log_line(text)
-
-
-def why_unplanned(engine: Engine, setup: Setup) -> str:
-    """Return why a shared model's passes follow no plan; an empty text if they can follow one."""
-    assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
-    if setup.ranks == 1:
-        return "each process has the whole model"
-    if engine.residency.together.processes != setup.ranks:
-        return "there are several copies of the model (replicate)"
-    return ""
