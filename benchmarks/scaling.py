@@ -121,7 +121,7 @@ TAIL = """
   they are what large clusters lose most to.
 - **In the thousands** a ring's hops are up to half of a collective's time, and the prediction depends on two latencies
   that were taken from NCCL's own model and not measured. Libraries cut this with trees or several rings, users with
-  copies: `connect(replicate=...)` keeps gathers within a few nodes. `pstar plan` knows one copy only.
+  copies: `connect(replicate=...)` keeps gathers within a few nodes. `pstar plan --replicate` plans them.
 - **Batches grow without limit here**: 4096 GPUs take 16.8 million tokens a step, more than a model of this size is
   usually trained with. With fewer sequences a GPU the same bytes are hidden behind less work.
 - **No GPU has run the engine yet.** Up to four processes, on CPUs, have followed such plans: the order has not been put

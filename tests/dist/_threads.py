@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import reduce
 from threading import Barrier, Event
 from typing import Any
 
@@ -14,7 +15,12 @@ import torch
 from torch import Tensor
 
 from ps_core import RanksDiverged
+from ps_core._planner.search import Setup
 from ps_core.engine import _chunked
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._sharding.sharded_driver import ShardedDriver
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._sharding.sharded_scheduler import ShardedScheduler
 from ps_core.engine._sharding.submitted import Submitted
 from ps_dist import Mesh
 
@@ -62,8 +68,8 @@ class Pending:
 
 
 class Session:
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting, self._rank = meeting, rank
+    def __init__(self, meeting: Meeting, mesh: Mesh) -> None:
+        self._meeting, self._mesh, self._rank = meeting, mesh, mesh.rank
         self.received_bytes = 0
 
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
@@ -73,9 +79,9 @@ class Session:
         assert (self._rank in takers) == (into is not None)
         rows = self._meeting.exchange(self._rank, f"gather {what}", shard.clone(), shown=f" for {sorted(takers)}")
         if into is not None:
-            self.received_bytes += (len(rows) - 1) * shard.nbytes
+            self.received_bytes += (self._mesh.shards - 1) * shard.nbytes
             with torch.inference_mode():  # a transport writes whatever it is given
-                into.copy_(torch.cat(rows))
+                into.copy_(torch.cat([rows[peer] for peer in self._mesh.shard_peers]))
 
     def reduce_scatter(
         self,
@@ -91,25 +97,26 @@ class Session:
         assert source is None or source.dtype is kind
         mine = None if source is None else source.clone()
         rows = self._meeting.exchange(self._rank, f"sum {what}", mine, shown=f" of {sorted(givers)}")
-        numel = into.numel()
-        others = sum(row is not None for rank, row in enumerate(rows) if rank != self._rank)
+        numel, mesh = into.numel(), self._mesh
+        others = sum(rows[rank] is not None for rank in mesh.shard_peers if rank != self._rank)
         self.received_bytes += others * numel * kind.itemsize
-        parts = [row[self._rank * numel : (self._rank + 1) * numel].float() for row in rows if row is not None]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        into.copy_(total)
+        mine, sums = slice(mesh.shard * numel, (mesh.shard + 1) * numel), []
+        for first in range(0, mesh.size, mesh.shards):
+            parts = [row[mine].float() for row in rows[first : first + mesh.shards] if row is not None]
+            sums += [reduce(torch.add, parts)] if parts else []
+        into.copy_(reduce(torch.add, sums))
+        self.received_bytes += numel * (mesh.copies - 1) // mesh.copies * (4 + into.element_size())
 
 
 class Together:
     """One rank."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.rank = self.process = rank
-        self.ranks = self.local_ranks = meeting.ranks
-        self.copy, self.processes = 0, meeting.ranks
+    def __init__(self, meeting: Meeting, rank: int, copies: int = 1) -> None:
+        self.mesh = Mesh(rank, meeting.ranks, copies)
+        self.process, self.rank = rank, self.mesh.shard
+        self.ranks, self.copy = self.mesh.shards, rank // self.mesh.shards
+        self.processes = self.local_ranks = meeting.ranks
         self.host_memory, self.why_not_shared = None, ""
-        self.mesh = Mesh(rank, meeting.ranks, 1)
         self.meeting = meeting
         self.asked = 0
         """Questions for shards."""
@@ -119,7 +126,7 @@ class Together:
         """Nothing is begun by the thread of collectives while it is not set."""
         self.gate.set()
         self._thread = ThreadPoolExecutor(1)
-        self._session = Session(meeting, rank)
+        self._session = Session(meeting, self.mesh)
 
     @property
     def received_bytes(self) -> int:
@@ -141,13 +148,13 @@ class Together:
         job(self._session)
 
     def serve(self, answer: Callable[[int, int], Tensor | None]) -> Callable[[int, int], list[Tensor]]:
-        self.meeting.servers[self.rank] = answer
+        self.meeting.servers[self.process] = answer
         return self.ask
 
     def ask(self, group: int, steps: int) -> list[Tensor]:
         self.asked += 1
         self.meeting.questioned.set()
-        return [self._answer(self.meeting.servers[rank], group, steps) for rank in range(self.ranks)]
+        return [self._answer(self.meeting.servers[rank], group, steps) for rank in self.mesh.shard_peers]
 
     def _answer(self, server: Callable[[int, int], Tensor | None], group: int, steps: int) -> Tensor:
         until = time.monotonic() + _PATIENCE_S
@@ -159,19 +166,20 @@ class Together:
         self.began.append(what)
 
     def start_all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> Pending:
-        everyone = range(self.ranks)
+        everyone = range(self.processes)
         return Pending(self._thread.submit(self._session.all_gather, into, shard, what, everyone))
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
-        return (self.ranks - 1) * shard_numel * kind.itemsize
+        across = 8 * shard_numel if self.mesh.copies > 1 else 0
+        return (self.ranks - 1) * shard_numel * kind.itemsize + across
 
     def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
-        return self._thread.submit(self.meeting.exchange, self.rank, f"values: {what}", list(values)).result(
-            _PATIENCE_S
-        )
+        rows = self._thread.submit(self.meeting.exchange, self.process, f"values: {what}", list(values))
+        found = rows.result(_PATIENCE_S)
+        return [found[rank] for rank in self.mesh.shard_peers] if shards_only else found
 
     def agree(self, name: str, value: str) -> None:
-        rows = self._thread.submit(self.meeting.exchange, self.rank, f"agree on {name}", value).result(_PATIENCE_S)
+        rows = self._thread.submit(self.meeting.exchange, self.process, f"agree on {name}", value).result(_PATIENCE_S)
         if len(set(rows)) > 1:
             raise RanksDiverged(f"{name} must be the same on all ranks, found: {rows}")
 
@@ -184,14 +192,19 @@ def going_by(*, plan: bool) -> Iterator[None]:
     """Models made in this block follow a plan, or have ranks agree on collectives as where no plan can be made."""
     with pytest.MonkeyPatch.context() as patch:
         if not plan:
-            patch.setattr(_chunked, "why_unplanned", lambda *_: "a test wants it so")
+            patch.setattr(_chunked, "RanksScheduler", _without_plan)
         yield
 
 
-def run(ranks: int, case: Callable[..., Any], *args: Any) -> tuple[list[Any], Meeting]:
-    """What ``case(together, *args)`` gives on each rank."""
+def _without_plan(engine: Engine, setup: Setup, *, demand: ShardedDriver, **_: Any) -> ShardedScheduler:
+    assert isinstance(engine.residency, ShardedResidency)
+    return ShardedScheduler(engine.residency, demand, training=setup.training)
+
+
+def run(ranks: int, case: Callable[..., Any], *args: Any, copies: int = 1) -> tuple[list[Any], Meeting]:
+    """What ``case(together, *args)`` gives on each of so many processes, which have ``copies`` copies of a model."""
     meeting = Meeting(ranks)
-    everyone = [Together(meeting, rank) for rank in range(ranks)]
+    everyone = [Together(meeting, rank, copies) for rank in range(ranks)]
 
     def one(each: Together) -> Any:
         try:

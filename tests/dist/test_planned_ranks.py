@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,14 @@ from ps_core.engine._sharding.sharded_residency import ShardedResidency
 WIDTH, LAYERS, STEPS = 40, 6, 5
 
 
+class Casts(nn.Linear):
+    """A layer that takes inputs of any type."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = self.weight.dtype
+        return nn.functional.linear(x.to(kind), self.weight, self.bias.to(kind))
+
+
 @dataclass(frozen=True)
 class Case:
     """What is trained, and in how much memory."""
@@ -36,16 +45,29 @@ class Case:
     """KiB of the accelerator."""
     accumulate: int = 1
     max_norm: float | None = None
+    host: int = 2**12
+    """KiB of host memory a rank."""
+    disk: str = ""
+    """The folder of a disk tier; empty: there is none."""
+    kept: tuple[str, ...] = ()
+    """Patterns of the parameters that are kept in fp32."""
+
+    @property
+    def budget(self) -> dict[str, Any]:
+        """The budget of one rank, but the accelerator's."""
+        return {"disk": "64MiB", "disk_dir": self.disk} if self.disk else {}
 
     def made(self, together: Together | None, parts: int) -> Any:
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        model = nn.Sequential(*((Casts if self.kept else nn.Linear)(WIDTH, WIDTH) for _ in range(LAYERS)))
         seeded = torch.Generator().manual_seed(0)  # ranks are threads, which share PyTorch's own generator
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=WIDTH**-0.5, generator=seeded)
         ranks = 1 if together is None else together.ranks
         alone = together is None
         device = "cpu" if alone else self.device
-        budget = Budget(host=ranks * 2**22) if device == "cpu" else Budget(device=self.room * 2**10, host=ranks * 2**22)
+        host = 2**22 if alone else ranks * self.host * 2**10
+        room = None if device == "cpu" else self.room * 2**10
+        budget = Budget(device=room, host=host, **{} if alone else self.budget)
         size = 4 if self.precision == "fp32" else 2
         return chunked(
             model,
@@ -56,7 +78,12 @@ class Case:
             accumulation_steps=self.accumulate * parts,
             max_grad_norm=self.max_norm,
             collectives=together,
-            options=Options(group_bytes=WIDTH * (WIDTH + 1) * size, poison=device != "cpu"),
+            options=Options(
+                group_bytes=WIDTH * (WIDTH + 1) * size,
+                poison=device != "cpu",
+                keep_fp32=self.kept,
+                cast_inputs=not self.kept,
+            ),
         )
 
 
@@ -73,12 +100,12 @@ def passed(model: nn.Module, step: int, part: int, count: int) -> float:
 def train(each: Together, case: Case) -> list[dict[str, Any]]:
     """Train beside one process that adds the same parts; what each step moved, and what was predicted."""
     model, optimizer = case.made(each, 1)
-    single, reference = case.made(None, max(2, each.ranks))
+    single, reference = case.made(None, max(2, each.processes))
     rounds, rows = case.precision != "fp32" and case.accumulate == 1, []
     for step in range(STEPS):
-        count = each.ranks * case.accumulate
+        count = each.processes * case.accumulate
         before, wire = Counter(statistics(model).moved_bytes), each.received_bytes
-        for part in range(each.rank, count, each.ranks):
+        for part in range(each.process, count, each.processes):
             passed(model, step, part, count)
         adds_like(
             each.mesh,
@@ -128,6 +155,55 @@ def test_ranks_that_follow_one_plan_give_the_bits_of_one_process(ranks: int, cas
     found, _ = run(ranks, train, case)
     for *steps, predicted in found:
         for step in steps[2:]:  # the first is on demand, and moves shards to the plan's places
+            for name, size in predicted.items():
+                assert step.get(name, 0) == pytest.approx(size, rel=0.02), name
+
+
+@pytest.mark.parametrize(("processes", "copies"), [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("room", [0, 60, 200])
+def test_copies_of_a_model_follow_one_plan(
+    processes: int, copies: int, room: int, precision: str, accumulate: int
+) -> None:
+    case = Case("emulated" if room else "cpu", precision, room, accumulate)
+    found, _ = run(processes, train, case, copies=copies)
+    for *steps, predicted in found:
+        assert predicted["wire"] > 0
+        for step in steps[2:]:
+            for name, size in predicted.items():
+                assert step.get(name, 0) == pytest.approx(size, rel=0.02), name
+
+
+KEEPS: dict[str, tuple[str, ...]] = {"some": ("1.*", "4.*"), "biases": ("*.bias",), "all": ("*",)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("kept", list(KEEPS))
+@pytest.mark.parametrize(("device", "room"), [("cpu", 0), ("emulated", 55), ("emulated", 100)])
+def test_parameters_that_are_kept_in_fp32_are_in_the_plan(
+    ranks: int, device: str, room: int, kept: str, accumulate: int
+) -> None:
+    found, _ = run(ranks, train, Case(device, "bf16", room, accumulate, kept=KEEPS[kept]))
+    for *steps, predicted in found:
+        for step in steps[2:]:
+            for name, size in predicted.items():
+                assert step.get(name, 0) == pytest.approx(size, rel=0.02), name
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("device", "host"), [("cpu", 40), ("cpu", 48), ("emulated", 14)])
+def test_ranks_with_a_disk_follow_one_plan(
+    ranks: int, device: str, host: int, precision: str, accumulate: int, tmp_path: Path
+) -> None:
+    case = Case(device, precision, 45 if precision == "fp32" else 36, accumulate, host=host, disk=str(tmp_path))
+    found, _ = run(ranks, train, case)
+    for *steps, predicted in found:
+        assert predicted["host->disk"] > 0 < predicted["disk->host"]
+        for step in steps[2:]:
             for name, size in predicted.items():
                 assert step.get(name, 0) == pytest.approx(size, rel=0.02), name
 
@@ -263,9 +339,9 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(16, 16)
-        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.head = nn.Linear(16, 1)
+        self.stem = Casts(16, 16)
+        self.experts = nn.ModuleList(Casts(16, 16) for _ in range(4))
+        self.head = Casts(16, 1)
         seeded = torch.Generator().manual_seed(1)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.25, generator=seeded)
@@ -288,9 +364,16 @@ def one_pass(model: nn.Module, step: int, rank: int, done: Pass, held: list[torc
         model(x, done, held).backward()
 
 
-def unlike(each: Together, program: list[list[Pass]], precision: str, device_kib: int | None) -> list[str]:
+def unlike(
+    each: Together,
+    program: list[list[Pass]],
+    precision: str,
+    device_kib: int | None,
+    kept: tuple[str, ...] = (),
+    **below: Any,
+) -> list[str]:
     """Train beside one process that adds what the ranks give; why passes left the plan."""
-    budget = Budget(host=2**24) if device_kib is None else Budget(device=device_kib * 2**10, host=2**24)
+    budget = Budget(**{"device": device_kib and device_kib * 2**10, "host": 2**24, **below})
     fronts = []
     for together in (each, None):
         alone = together is None
@@ -303,7 +386,7 @@ def unlike(each: Together, program: list[list[Pass]], precision: str, device_kib
                 precision=precision,
                 accumulation_steps=2 if alone else 1,
                 collectives=together,
-                options=Options(group_bytes=16 * 17 * (4 if precision == "fp32" else 2)),
+                options=Options(group_bytes=16 * 17 * (4 if precision == "fp32" else 2), keep_fp32=kept),
             )
         )
     (model, optimizer), (single, reference) = fronts
@@ -312,14 +395,14 @@ def unlike(each: Together, program: list[list[Pass]], precision: str, device_kib
     why: list[str] = []
     for step, parts in enumerate(program):
         held: list[torch.Tensor] = []
-        one_pass(model, step, each.rank, parts[each.rank], held)
+        one_pass(model, step, each.process, parts[each.process], held)
 
         def alone(part: int, step: int = step, parts: list[Pass] = parts) -> None:
             if not parts[part].fails:
                 one_pass(single, step, part, parts[part], [])
 
         reference.zero_grad()
-        adds_like(each.mesh, single, reference, alone, each.ranks, rounds=precision != "fp32")
+        adds_like(each.mesh, single, reference, alone, each.processes, rounds=precision != "fp32")
         if not step % 3:
             look = torch.randn(2, 16, generator=torch.Generator().manual_seed(step))
             with torch.no_grad():
@@ -455,11 +538,51 @@ def test_ranks_that_do_other_than_the_plan_give_the_bits_of_one_process(
     draw = random.Random(seed)
     ranks = 2 + seed % 2
 
+    run(ranks, unlike, drawn(draw, ranks), precision, device_kib)
+
+
+@pytest.mark.parametrize("device_kib", [None, 16, 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_do_other_than_a_plan_with_parameters_kept_in_fp32(seed: int, device_kib: int | None) -> None:
+    ranks = 2 + seed % 2
+    run(ranks, unlike, drawn(random.Random(seed), ranks), "bf16", device_kib, ("experts.1.*", "*.bias"))
+
+
+@pytest.mark.parametrize("device_kib", [None, 16, 40])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("seed", "processes", "copies"), [(0, 2, 2), (1, 4, 2), (3, 4, 2)])
+def test_copies_that_do_other_than_the_plan(
+    seed: int, processes: int, copies: int, precision: str, device_kib: int | None
+) -> None:
+    program = drawn(random.Random(seed), processes)
+    run(processes, unlike, program, precision, device_kib, copies=copies)
+
+
+def drawn(draw: random.Random, ranks: int) -> list[list[Pass]]:
+    """What each rank does in each step."""
+
     def part(step: int) -> Pass:
         if step < 2:
             return Pass((0, 1))
         chosen = tuple(draw.sample(range(4), draw.randrange(4)))
         return Pass(chosen, draw.choice((3, 3, 5, 2)), fails=draw.random() < 0.1, holds=draw.random() < 0.2)
 
-    program = [[part(step) for _ in range(ranks)] for step in range(9)]
-    run(ranks, unlike, program, precision, device_kib)
+    return [[part(step) for _ in range(ranks)] for step in range(9)]
+
+
+@pytest.mark.parametrize("device_kib", [None, 12])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_ranks_with_a_disk_that_do_other_than_the_plan(
+    seed: int, precision: str, device_kib: int | None, tmp_path: Path
+) -> None:
+    """Shards that other ranks ask for are read from the disk."""
+    ranks = 2 + seed % 2
+
+    def trains(each: Together) -> None:
+        host = ranks * (12 if device_kib is None else 6) * 2**10
+        below = {"host": host, "disk": "64MiB", "disk_dir": str(tmp_path)}
+        unlike(each, drawn(random.Random(seed), ranks), precision, device_kib, **below)
+        assert each.asked
+
+    run(ranks, trains)

@@ -252,13 +252,15 @@ class Machine:
             case Gather(group, shard, full, seq):
                 self._collective(queue, seq)
                 self._together(queue, shard, full, tier=0)
-                self._take(shard, Extent(program.weight, group), 0)
+                if group not in range(len(program.layout.groups)):
+                    raise Broken(f"there is no group {group}")
+                self._take(shard, Extent(program.weight_of(group), group), 0)
                 self._put(full, Extent(Kind.FULL, group), 0)
             case ReduceScatter(group, source, wire, shard, seq):
                 self._collective(queue, seq)
                 self._together(queue, source, wire, shard, tier=0)
                 count = self._gradients(group)
-                whole, part = (Kind.FULL, program.weight) if program.overwrites else (Kind.GRAD, Kind.RGRAD)
+                whole, part = (Kind.FULL, Kind.P16) if program.overwritten(group) else (Kind.GRAD, Kind.RGRAD)
                 self._room(wire).token = POISON
                 self._take(source, Extent(whole, group), count)
                 if self._room(wire).size < self._bytes(Extent(Kind.WIRE, group)):
@@ -296,8 +298,8 @@ class Machine:
 
     def _final(self, group: int) -> tuple[Extent, int]:
         count = self._gradients(group)
-        if self.program.overwrites:
-            return Extent(self.program.weight, group), count
+        if self.program.overwritten(group):
+            return Extent(Kind.P16, group), count
         return Extent(Kind.ACC, group), 1 if self.program.accumulate == 1 else 2
 
     def _step(self, queue: Queue, op: Step) -> None:
@@ -311,7 +313,7 @@ class Machine:
             if kind is Kind.ACC:
                 self._take(number, extent, 1)
             elif kind is Kind.P16:
-                if program.overwrites:
+                if program.overwritten(op.group):
                     self._take(number, extent, count)
                 self._put(number, extent, program.rebuilt(op.group))
             else:

@@ -307,16 +307,16 @@ class Serial:
 
     def gather(self, group: int) -> int:
         full = Extent(Kind.FULL, group)
-        shard = self.bring(Extent(self.program.weight, group), 0)
+        shard = self.bring(Extent(self.program.weight_of(group), group), 0)
         slot = self.reserve(0, self.program.bytes_of(full))
         self.add(Queue.COLL, Gather(group, shard, slot, self.next()), (shard,), (slot,))
         return self.put(slot, (full, 0))
 
     def complete(self, group: int) -> None:
         program, count = self.program, len(self.program.gradient_visits[group])
-        target = Extent(program.weight if program.overwrites else Kind.RGRAD, group)
-        if program.ranks > 1:
-            source = Extent(Kind.FULL if program.overwrites else Kind.GRAD, group)
+        target = Extent(Kind.P16 if program.overwritten(group) else Kind.RGRAD, group)
+        if program.sharded:
+            source = Extent(Kind.FULL if program.overwritten(group) else Kind.GRAD, group)
             origin = self.bring(source, 0)
             wire = self.reserve(0, program.bytes_of(Extent(Kind.WIRE, group)))
             shard = self.reserve(0, program.bytes_of(target))
@@ -325,7 +325,7 @@ class Serial:
             self.put(shard, (target, count))
             del self.latest[source]
             self.release(wire)
-        if not program.overwrites:
+        if not program.overwritten(group):
             self.accumulate(group)
 
     def accumulate(self, group: int) -> None:
@@ -340,7 +340,7 @@ class Serial:
 
     def norm(self, group: int) -> None:
         tier = self.able()
-        slot = self.bring(Extent(self.program.weight if self.program.overwrites else Kind.ACC, group), tier)
+        slot = self.bring(Extent(Kind.P16 if self.program.overwritten(group) else Kind.ACC, group), tier)
         self.add(worker(self.tiers, tier), Norm(group, slot), (slot,))
 
     def step(self, group: int) -> None:
@@ -348,7 +348,7 @@ class Serial:
         extents = [Extent(kind, group) for kind in program.home_kinds(group)]
         slots = []
         for extent in extents:
-            born = extent.kind is Kind.P16 and not program.overwrites
+            born = extent.kind is Kind.P16 and not program.overwritten(group)
             slots.append(self.reserve(tier, program.bytes_of(extent)) if born else self.bring(extent, tier))
         self.add(worker(self.tiers, tier), Step(group, tuple(slots)), writes=tuple(slots))
         for extent, slot in zip(extents, slots, strict=True):

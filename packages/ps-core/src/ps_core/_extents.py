@@ -5,6 +5,7 @@ An *extent* moves as a whole: one kind of one group's chunk, or one activation. 
 fixed order. So an integer, its *version*, says exactly which bytes a copy should contain:
 
     weight   P16 (16-bit) or P32 (fp32); one process reads it directly, several gather shards into FULL first.
+             With a 16-bit precision, groups that are kept in fp32 (`Group.fp32`) are like groups of an fp32 program.
              0 = the parameters. With ``overwrites`` the gradient is written over them: 1..K after each of the group's
              K gradient moments (a last read of the payload after these is one more: until then a gradient is kept
              aside). K+1 (K = 0 without ``overwrites``) = rebuilt by a step, a skipped step, the prologue.

@@ -28,6 +28,8 @@ class Group:
     numel: int
     shard_numel: int
     trainable: bool
+    fp32: bool = False
+    """True: computed in fp32, whatever the program's precision is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

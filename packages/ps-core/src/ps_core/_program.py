@@ -54,6 +54,8 @@ class Program:
     """The fraction of every moment's non-model bytes that is added to them (fragmentation)."""
     states: int = 2
     """The number of `STATES` that the optimizer keeps for each parameter."""
+    copies: int = 1
+    """How many copies of the model train together; the processes of each copy divide its groups."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.states <= len(STATES):
@@ -67,39 +69,53 @@ class Program:
         return self.layout.ranks
 
     @property
+    def sharded(self) -> bool:
+        """Return True if several processes train: groups are gathered, and gradients are summed over processes."""
+        return self.layout.ranks * self.copies > 1
+
+    @property
     def overwrites(self) -> bool:
         """Return True if gradients are written over the 16-bit parameters (14 bytes a parameter)."""
         return self.precision is not Precision.FP32 and self.accumulate == 1
 
-    @property
-    def gradient(self) -> Kind:
-        """Return the kind that a moment writes gradients to: with ``overwrites``, over what it reads."""
-        return self.compute_weight if self.overwrites else Kind.GRAD
+    def overwritten(self, group: int) -> bool:
+        """Return True if the gradients of a group are written over its weight."""
+        return self.accumulate == 1 and self._weights[group] is Kind.P16
+
+    def gradient_of(self, group: int) -> Kind:
+        """Return the kind that a moment writes a group's gradients to: if ``overwritten``, over what it reads."""
+        return self.compute_weight_of(group) if self.overwritten(group) else Kind.GRAD
 
     @property
     def weight(self) -> Kind:
-        """Return the kind that a chunk's weights are computed from."""
+        """Return the kind that weights are computed from, in groups that are not kept in fp32."""
         return Kind.P32 if self.precision is Precision.FP32 else Kind.P16
 
-    @property
-    def weight_bytes(self) -> int:
-        """Return the bytes of one computed weight or gradient element."""
-        return 4 if self.precision is Precision.FP32 else 2
+    def weight_of(self, group: int) -> Kind:
+        """Return the kind that a group's weights are computed from."""
+        return self._weights[group]
 
-    @property
-    def compute_weight(self) -> Kind:
+    @cached_property
+    def _weights(self) -> tuple[Kind, ...]:
+        """Return the results of `weight_of`, which is called nearly as often as `bytes_of`."""
+        return tuple(Kind.P32 if group.fp32 else self.weight for group in self.layout.groups)
+
+    def precision_of(self, group: int) -> Precision:
+        """Return the type that a group's parameters are computed in."""
+        return self.precision if self.weight_of(group) is Kind.P16 else Precision.FP32
+
+    def element_bytes(self, group: int) -> int:
+        """Return the bytes of one element of a group's computed weight, or of its gradient."""
+        return 2 if self.weight_of(group) is Kind.P16 else 4
+
+    def compute_weight_of(self, group: int) -> Kind:
         """Return the kind that a moment reads: the chunk itself, or the gathered group."""
-        return self.weight if self.ranks == 1 else Kind.FULL
+        return Kind.FULL if self.sharded else self.weight_of(group)
 
     @property
     def local_gradient(self) -> Kind:
         """Return the kind that is added to the accumulator, without ``overwrites``."""
-        return Kind.GRAD if self.ranks == 1 else Kind.RGRAD
-
-    @property
-    def local_gradient_bytes(self) -> int:
-        """Return the bytes of one element of `local_gradient`: sums over processes are fp32."""
-        return self.weight_bytes if self.ranks == 1 else 4
+        return Kind.RGRAD if self.sharded else Kind.GRAD
 
     @cached_property
     def visits(self) -> tuple[Visit, ...]:
@@ -122,12 +138,11 @@ class Program:
         )
         return self._with_late_reads(rows) if self.training and self.overwrites else rows
 
-    @staticmethod
-    def _with_late_reads(rows: tuple[Visit, ...]) -> tuple[Visit, ...]:
+    def _with_late_reads(self, rows: tuple[Visit, ...]) -> tuple[Visit, ...]:
         """Return the moments; a gradient also arrives at a weight's last read, if an earlier one was delayed until
         then.
         """
-        last_gradient = {group: row.index for row in rows for group in row.grads}
+        last_gradient = {group: row.index for row in rows for group in row.grads if self.overwritten(group)}
         last_read = {group: row.index for row in rows for group in row.reads}
         late: dict[int, tuple[int, ...]] = defaultdict(tuple)
         for group, index in last_gradient.items():
@@ -177,13 +192,14 @@ class Program:
 
     def casts(self, segment: SegmentName) -> tuple[int, ...]:
         """Return the groups whose 16-bit weight a segment rebuilds from its master without a step."""
-        if segment is SegmentName.PROLOGUE and self.weight is Kind.P16 and self.training:
-            return tuple(group.index for group in self.layout.groups if group.trainable)
-        return self.stepped if segment is SegmentName.SKIP and self.overwrites else ()
+        if segment is SegmentName.PROLOGUE and self.training:
+            trainable = (group.index for group in self.layout.groups if group.trainable)
+            return tuple(group for group in trainable if self.weight_of(group) is Kind.P16)
+        return tuple(filter(self.overwritten, self.stepped)) if segment is SegmentName.SKIP else ()
 
     def rebuilt(self, group: int) -> int:
         """Return the version of a 16-bit weight rebuilt from its master."""
-        return (len(self.gradient_visits[group]) if self.overwrites else 0) + 1
+        return (len(self.gradient_visits[group]) if self.overwritten(group) else 0) + 1
 
     def bytes_of(self, extent: Extent) -> int:
         """Return the bytes of a slot that can hold the extent, on one process; a multiple of the alignment."""
@@ -202,9 +218,23 @@ class Program:
             return align_up(self.trace.activations[index].bytes)
         numel = self.layout.groups[index].shard_numel
         if kind in (Kind.FULL, Kind.GRAD, Kind.WIRE):
-            size = numel * self.ranks * self.weight_bytes
-            return min(size, WIRE_BYTES) if kind is Kind.WIRE else size
-        return numel * (self.weight_bytes if kind is Kind.P16 else 4)
+            size = numel * self.ranks * self.element_bytes(index)
+            if kind is not Kind.WIRE:
+                return size
+            return min(size if self.copies == 1 else size + 8 * numel, WIRE_BYTES)
+        return numel * (2 if kind is Kind.P16 else 4)
+
+    def gather_bytes(self, group: int) -> int:
+        """Return the bytes that a process receives of a group that is gathered."""
+        return self.layout.groups[group].shard_numel * (self.ranks - 1) * self.element_bytes(group)
+
+    def across_bytes(self, group: int) -> int:
+        """Return the bytes of a sum that a process receives from other copies of the model.
+
+        It adds its part of the shard, which comes in fp32 from each copy. Then it receives the other parts.
+        """
+        numel = self.layout.groups[group].shard_numel
+        return numel * (self.copies - 1) // self.copies * (4 + (2 if self.overwritten(group) else 4))
 
     @property
     def state_kinds(self) -> tuple[Kind, ...]:
@@ -214,10 +244,10 @@ class Program:
     def home_kinds(self, group: int) -> tuple[Kind, ...]:
         """Return the kinds of a group that have a home slot, computed weight first."""
         if not (self.training and self.layout.groups[group].trainable):
-            return (self.weight,)
+            return (self.weight_of(group),)
         states = (Kind.P32, *self.state_kinds)
-        weights = states if self.weight is Kind.P32 else (Kind.P16, *states)
-        return weights if self.overwrites else (*weights, Kind.ACC)
+        weights = states if self.weight_of(group) is Kind.P32 else (Kind.P16, *states)
+        return weights if self.overwritten(group) else (*weights, Kind.ACC)
 
     @cached_property
     def segments(self) -> tuple[SegmentName, ...]:
@@ -262,9 +292,10 @@ class Program:
 
     @cached_property
     def _eval_uses(self) -> tuple[tuple[Use, ...], ...]:
-        weight = self.compute_weight
         return tuple(
-            tuple(Use(Extent(weight, group), 0, 0, group in visit.holds) for group in visit.reads)
+            tuple(
+                Use(Extent(self.compute_weight_of(group), group), 0, 0, group in visit.holds) for group in visit.reads
+            )
             for visit in self.visits
         )
 
@@ -279,10 +310,11 @@ class Program:
         return tuple(rows)
 
     def _training_uses(self, visit: Visit, arrived: list[int]) -> tuple[Use, ...]:
-        weight, uses = self.compute_weight, []
+        uses = []
         for group in dict.fromkeys((*visit.reads, *visit.grads)):
             count, gains, held = arrived[group], group in visit.grads, group in visit.holds
-            if self.overwrites:
+            weight = self.compute_weight_of(group)
+            if self.overwritten(group):
                 dead = count == 0 and visit.index > self.last_reads[group]
                 uses.append(Use(Extent(weight, group), None if dead else count, count + gains, held))
                 continue

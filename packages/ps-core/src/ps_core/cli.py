@@ -256,6 +256,7 @@ def _place(options: argparse.Namespace) -> _Place:
     cluster = Cluster(
         gpus=gpus,
         nodes=options.nodes,
+        copies=options.replicate,
         device_memory=device,
         host_memory=host,
         disk=options.disk,

@@ -108,7 +108,8 @@ class Training:
     def setup(self) -> Setup:
         """Return the setup of the training for the planner."""
         return Setup(
-            ranks=self.cluster.gpus,
+            ranks=self.cluster.gpus // self.cluster.copies,
+            copies=self.cluster.copies,
             ranks_per_node=self.cluster.ranks_per_node,
             precision=self.precision,
             accumulate=self.accumulate,
@@ -351,6 +352,7 @@ def _bound_program(subject: Subject, training: Training) -> Program:
         accumulate=setup.accumulate,
         nonmodel_overhead=setup.nonmodel_overhead,
         states=setup.states,
+        copies=setup.copies,
     )
 
 

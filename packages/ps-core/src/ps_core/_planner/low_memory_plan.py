@@ -146,7 +146,7 @@ class _Chain(Arrangement):
         if extent in self.homed:
             self.fetch(extent, 0)
         elif extent.kind is Kind.FULL and extent not in self.seats and before is not None:
-            weight = Extent(self.program.weight, extent.index)
+            weight = Extent(self.program.weight_of(extent.index), extent.index)
             self.fetch(weight, 0)
             full = self.bear(extent, Queue.COLL)
             shard = self.seats[weight].slot
@@ -169,11 +169,12 @@ class _Chain(Arrangement):
     def _complete(self, group: int) -> None:
         program = self.program
         count = len(program.gradient_visits[group])
-        target = Extent(program.weight if program.overwrites else program.local_gradient, group)
-        if program.ranks > 1:
-            source, wire = Extent(program.gradient, group), Extent(Kind.WIRE, group)
+        overwritten = program.overwritten(group)
+        target = Extent(program.weight_of(group) if overwritten else program.local_gradient, group)
+        if program.sharded:
+            source, wire = Extent(program.gradient_of(group), group), Extent(Kind.WIRE, group)
             self.pins |= {source}
-            if program.overwrites:
+            if overwritten:
                 self.fetch(target, 0)
             else:
                 self.bear(target, Queue.COLL)
@@ -183,7 +184,7 @@ class _Chain(Arrangement):
             self.versions[target] = count
             self.bury(source)
             self.bury(wire)
-        if program.overwrites:
+        if overwritten:
             self.emit(worker(self.tiers, 0), Norm(group, self.fetch(target, 0)))
             self.pins.discard(target)
         else:

@@ -41,6 +41,9 @@ class Setup:
     """Say how a trace is to be trained: what `find_plan` may not change."""
 
     ranks: int = 1
+    """Processes that divide one copy of the model."""
+    copies: int = 1
+    """Copies of the model that train together."""
     ranks_per_node: int | None = None
     """Processes of a node; None: all."""
     precision: Precision = Precision.BF16
@@ -60,9 +63,11 @@ class Setup:
     def __post_init__(self) -> None:
         if not isinstance(self.precision, Precision) or not isinstance(self.policy, Policy):
             raise InvalidInput(f"precision and policy are enums, found {self.precision!r} and {self.policy!r}")
-        if not isinstance(self.ranks, int) or not 0 <= self.nonmodel_overhead <= 10:
-            found = f"{self.ranks!r} and {self.nonmodel_overhead!r}"
-            raise InvalidInput(f"ranks is a whole number, nonmodel_overhead a part of at most 10; found {found}")
+        if not (isinstance(self.ranks, int) and isinstance(self.copies, int)) or not 0 <= self.nonmodel_overhead <= 10:
+            found = f"{self.ranks!r}, {self.copies!r} and {self.nonmodel_overhead!r}"
+            raise InvalidInput(
+                f"ranks and copies are whole numbers, nonmodel_overhead a part of at most 10; found {found}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +235,7 @@ def _program(trace: Trace, layout: Layout, setup: Setup) -> Program:
         training=setup.training,
         nonmodel_overhead=setup.nonmodel_overhead,
         states=setup.states,
+        copies=setup.copies,
     )
 
 

@@ -108,7 +108,8 @@ class _Reference:
     rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        ranks, watched = range(self.program.ranks), not self.execution.overlap
+        alike = all(not group.fp32 for group in self.program.layout.groups)  # the states' rules are for one precision
+        ranks, watched = range(self.program.ranks), alike and not self.execution.overlap
         self.scaler = Scaler(self.training, self.program.precision)
         self.rng = random.Random(self.execution.seed)
         self.processes = [
@@ -306,7 +307,8 @@ class _Reference:
             norms=norms,
             skipped=skipped,
             weights=tuple(
-                pack(self._tensor(self.program.weight, index), self.program.precision) for index in range(len(tensors))
+                pack(self._tensor(self.program.weight_of(group), index), self.program.precision_of(group))
+                for index, group in enumerate(self.program.layout.group_of)
             ),
             masters=tuple(pack(self._tensor(Kind.P32, index), fp32) for index in learning),
             momenta=tuple(pack(self._state(Kind.M, index), fp32) for index in learning),

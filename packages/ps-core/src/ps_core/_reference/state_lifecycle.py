@@ -36,7 +36,7 @@ class Lifecycle:
 
     @property
     def _sharded(self) -> bool:
-        return self.program.ranks > 1
+        return self.program.sharded
 
     @property
     def _kept(self) -> range:

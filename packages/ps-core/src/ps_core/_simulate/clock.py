@@ -117,8 +117,8 @@ def moved_bytes(program: Program, plan: Plan) -> dict[str, int]:
             if isinstance(instr.op, Copy):
                 counts[instr.queue] += instr.op.bytes
             elif isinstance(instr.op, Gather | ReduceScatter):
-                shard = program.layout.groups[instr.op.group].shard_numel
-                wire += shard * (program.ranks - 1) * program.weight_bytes
+                wire += program.gather_bytes(instr.op.group)
+                wire += program.across_bytes(instr.op.group) * isinstance(instr.op, ReduceScatter)
     return _links(plan, counts, wire)
 
 

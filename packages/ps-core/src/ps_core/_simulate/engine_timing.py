@@ -71,11 +71,14 @@ class Issuing:
         """Begin; ``ranks_per_node`` None: all processes share one node. ``in_backward``: see [Note: steps within
         backward].
         """
-        per_node = program.ranks if ranks_per_node is None else ranks_per_node
-        if per_node < 1 or program.ranks % per_node:
-            raise InvalidInput(f"{program.ranks} ranks cannot be spread over nodes of {per_node}")
+        processes = program.ranks * program.copies
+        per_node = processes if ranks_per_node is None else ranks_per_node
+        if per_node < 1 or processes % per_node:
+            raise InvalidInput(f"{processes} processes cannot be spread over nodes of {per_node}")
+        if program.ranks % per_node and per_node % program.ranks:
+            raise InvalidInput(f"a copy of {program.ranks} processes neither fills nor divides nodes of {per_node}")
         self._played = machine.played_copy_bandwidth > 0
-        self._worker = program.ranks == 1 and tiers[0].name == "device" and not self._played
+        self._worker = not program.sharded and tiers[0].name == "device" and not self._played
         self._in_backward = in_backward and self._worker
         self._costs = Costs(program, tiers, machine, per_node, beside=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node

@@ -52,9 +52,9 @@ from ps_core._plan import (
     Tier,
 )
 from ps_core._program import Program
-from ps_core._simulate.cluster import ring_s
+from ps_core._simulate.cluster import LINK_HOP_S, NODE_HOP_S, ring_s
 from ps_core._simulate.machine import Machine
-from ps_core._trace import Phase, Trace
+from ps_core._trace import Phase
 
 COUNTED = (Step, Norm, Accumulate, Cast)
 """Instructions that take a processor a minimum time: each calls a kernel for every tensor or group."""
@@ -126,26 +126,36 @@ class Costs:
             wire = min(wire, machine.internode_bandwidth * ranks_per_node)
         self._wire = wire
         self._shards = [group.shard_numel for group in program.layout.groups]
-        self._sent = [shard * (ranks - 1) * program.weight_bytes for shard in self._shards]
-        self._ranks = ranks
-        self._gradient = gradient = program.weight_bytes
-        accumulated = gradient if program.overwrites else 4
-        self._around = list(self._around_products(program.trace)) if self._played else []
-        self._step = 8 * (1 + program.states) + accumulated + (0 if fp32 else 2)
-        self._hops_s = ring_s(ranks, ranks_per_node)
-        self._norm = accumulated
-        self._accumulate = program.local_gradient_bytes + 4
+        groups = range(len(self._shards))
+        elements = [program.element_bytes(group) for group in groups]
+        self._sent = [program.gather_bytes(group) for group in groups]
+        self._across = [program.across_bytes(group) for group in groups]
+        nodes = ranks * program.copies > ranks_per_node
+        self._between = machine.internode_bandwidth if nodes else machine.collective_bandwidth
+        self._copies_hops_s = 2 * (NODE_HOP_S if nodes else LINK_HOP_S)  # parts go there, and sums come back
+        self._sharded = program.sharded
+        self._around = list(self._around_products(program, elements)) if self._played else []
+        self._norm = [2 if program.overwritten(group) else 4 for group in groups]
+        weights = [size % 4 for size in elements]  # 2 bytes in 16 bits; in fp32 the weight is the master
+        states = 8 * (1 + program.states)
+        self._step = [states + norm + weight for norm, weight in zip(self._norm, weights, strict=True)]
+        self._hops_s = ring_s(ranks, min(ranks, ranks_per_node))
+        self._accumulate = [4 + (4 if program.sharded else size) for size in elements]
 
-    def _around_products(self, trace: Trace) -> Iterator[float]:
+    def _around_products(self, program: Program, elements: list[int]) -> Iterator[float]:
         """Yield, for an emulated accelerator, what each moment takes for its tensors, beside the work on
         activations.
         """
+        trace, owner = program.trace, program.layout.group_of
         seen: set[tuple[Phase, int, bool]] = set()
         for moment in trace.moments:
             events = {(moment.phase, index, False) for index in moment.reads}
             events |= {(moment.phase, index, True) for index in moment.grads}
-            numel = sum(trace.tensors[index].numel * (2 if gradient else 1) for _, index, gradient in events)
-            yield len(events - seen) * self._tensor + numel * self._gradient / self._played
+            size = sum(
+                trace.tensors[index].numel * elements[owner[index]] * (2 if gradient else 1)
+                for _, index, gradient in events
+            )
+            yield len(events - seen) * self._tensor + size / self._played
             seen |= events
 
     def price(self, instrs: tuple[Instr, ...], slot_bytes: dict[int, int]) -> Work:
@@ -165,9 +175,13 @@ class Costs:
                 note(self._computing[op.visit] + self._overhead)
             elif isinstance(op, Gather | ReduceScatter):
                 wire += self._sent[op.group]
-                note(self._sent[op.group] / self._wire + latency + self._hops_s)
+                taken = self._sent[op.group] / self._wire + latency + self._hops_s
+                if isinstance(op, ReduceScatter) and self._across[op.group]:
+                    wire += self._across[op.group]
+                    taken += self._across[op.group] / self._between + self._copies_hops_s
+                note(taken)
             elif isinstance(op, Decide):
-                note(latency if self._ranks > 1 else 0.0)
+                note(latency if self._sharded else 0.0)
             else:
                 count = self._memory_bytes(op, slot_bytes)
                 cpu_bytes += count * (queue is Queue.CPU)
@@ -200,12 +214,12 @@ class Costs:
             return 2 * slot_bytes[op.slot]
         numel = self._shards[op.group]
         if isinstance(op, Step):
-            return numel * self._step
+            return numel * self._step[op.group]
         if isinstance(op, Norm):
-            return numel * self._norm
+            return numel * self._norm[op.group]
         if isinstance(op, Cast):
             return numel * 6
-        return numel * (self._accumulate + (0 if op.first else 4))
+        return numel * (self._accumulate[op.group] + (0 if op.first else 4))
 
     def _slow_copies(self, instrs: tuple[Instr, ...], seconds: list[float], copied: list[int]) -> None:
         both = copied[Queue.H2D] + copied[Queue.D2H]

@@ -44,10 +44,11 @@ def allowed_in(program: Program, segment: SegmentName) -> frozenset[type]:
         return frozenset((*_ANYWHERE, Step))
     if segment in (SegmentName.SKIP, SegmentName.PROLOGUE):
         return frozenset((*_ANYWHERE, Cast))
-    moments = (*_ANYWHERE, Run, *((Gather,) if program.ranks > 1 else ()))
+    moments = (*_ANYWHERE, Run, *((Gather,) if program.sharded else ()))
     if segment is SegmentName.EVAL:
         return frozenset(moments)
-    gradients = (*((ReduceScatter,) if program.ranks > 1 else ()), *(() if program.overwrites else (Accumulate,)))
+    accumulates = not all(map(program.overwritten, program.stepped))
+    gradients = (*((ReduceScatter,) if program.sharded else ()), *((Accumulate,) if accumulates else ()))
     last = (Norm, Decide) if segment is SegmentName.MICRO_LAST else ()
     return frozenset((*moments, *gradients, *last))
 
@@ -258,19 +259,21 @@ class Contents:
     def _gather(self, op: Gather) -> None:
         self._collective(op.seq)
         shard, full = self._slots_on(0, op.shard, op.full)
-        self._read(shard, Extent(self._program.weight, op.group), 0)
+        if op.group not in range(len(self._program.layout.groups)):
+            raise Fault("a group of the layout", f"group {op.group}")
+        self._read(shard, Extent(self._program.weight_of(op.group), op.group), 0)
         self._write(full, Extent(Kind.FULL, op.group), 0)
 
     def _reduce_scatter(self, op: ReduceScatter) -> None:
         self._collective(op.seq)
-        overwrites, version = self._program.overwrites, self._learning(op.group)
+        version, overwritten = self._learning(op.group), self._program.overwritten(op.group)
         source, wire, shard = self._slots_on(0, op.source, op.wire, op.shard)
-        self._read(source, Extent(self._program.gradient, op.group), version)
+        self._read(source, Extent(self._program.gradient_of(op.group), op.group), version)
         scratch = self._sizes[Extent(Kind.WIRE, op.group)]
         if wire.bytes < scratch:
             raise Fault(f"a wire slot of {scratch} bytes", f"{wire.bytes}")
         self._slots.write(wire, None, self._me, self._clock)
-        self._write(shard, Extent(self._program.weight if overwrites else Kind.RGRAD, op.group), version)
+        self._write(shard, Extent(Kind.P16 if overwritten else Kind.RGRAD, op.group), version)
 
     def _accumulate(self, op: Accumulate) -> None:
         version, first = self._learning(op.group), self._program.accumulates_first(self._segment)
@@ -286,8 +289,8 @@ class Contents:
     def _norm(self, op: Norm) -> None:
         version = self._learning(op.group)
         (slot,) = self._worker_slots(op.slot)
-        if self._program.overwrites:
-            self._read(slot, Extent(self._program.weight, op.group), version)
+        if self._program.overwritten(op.group):
+            self._read(slot, Extent(Kind.P16, op.group), version)
         else:
             self._read(slot, Extent(Kind.ACC, op.group), 1 if self._program.accumulates_first(self._segment) else 2)
         self._norms[op.group].append(self._me)
@@ -315,7 +318,7 @@ class Contents:
             if kind is Kind.ACC:
                 self._read(slot, extent, 1)
             elif kind is Kind.P16:
-                if self._program.overwrites:
+                if self._program.overwritten(op.group):
                     self._read(slot, extent, gradient)
                 self._write(slot, extent, self._program.rebuilt(op.group))
             else:

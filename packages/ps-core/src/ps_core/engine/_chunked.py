@@ -44,12 +44,10 @@ from ps_core.engine._parameters.meta_init.rebuild import refuse_lazy
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.join_ranks import GroupJoin, SingleProcess
-from ps_core.engine._sharding.planned_scheduler import RanksScheduler, why_unplanned
+from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 from ps_core.engine._sharding.sharded_driver import ShardedDriver, sharded_components
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.sharded_scheduler import ShardedScheduler
 from ps_core.engine._support.counters import Counters
-from ps_core.engine._support.log import log_line
 from ps_core.engine._unmatched_patterns import log_unmatched_patterns, warn_of_gradients
 
 
@@ -74,6 +72,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     """
     _check_kinds(optimizer, budget, options, collectives)
     options, budget = options or Options(), budget or Budget()
+    if collectives is not None and collectives.processes == 1:
+        collectives = None  # there are no others
     _check(model, accumulation_steps)
     rule = None if optimizer is None else rule_of(optimizer, model.named_parameters())
     if rule is not None and rule.whole and collectives is not None:
@@ -210,6 +210,7 @@ class _Wishes:
         """Return the scheduler that chooses the driver of each pass."""
         setup = Setup(
             ranks=1 if self.collectives is None else self.collectives.ranks,
+            copies=1 if self.collectives is None else self.collectives.processes // self.collectives.ranks,
             precision=self.mode,
             accumulate=self.accumulation_steps,
             training=self.training,
@@ -219,12 +220,7 @@ class _Wishes:
         )
         name, options, cast = type(self.model).__name__, self.options, self.cast
         if isinstance(parts.residency, ShardedResidency) and isinstance(parts.demand, ShardedDriver):
-            why = why_unplanned(engine, setup)
-            if not why:
-                return RanksScheduler(engine, setup, model_name=name, options=options, cast=cast, demand=parts.demand)
-            if self.training and setup.ranks > 1 and self.collectives is not None and self.collectives.process == 0:
-                log_line(f"{name}: passes follow no plan, as {why}: ranks agree on every gather and sum as they go")
-            return ShardedScheduler(parts.residency, parts.demand, training=self.training)
+            return RanksScheduler(engine, setup, model_name=name, options=options, cast=cast, demand=parts.demand)
         return PlanScheduler(engine, setup, model_name=name, options=options, cast=cast)
 
 

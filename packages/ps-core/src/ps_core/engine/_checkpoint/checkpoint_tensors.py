@@ -175,7 +175,7 @@ def _own(engine: Engine, group: ParamGroup, kind: Kind, *, write: bool) -> Itera
             yield flat
         return
     chunk = group.chunks[kind]
-    shard = residency.shard(chunk).view(group.dtype_of(kind))
+    shard = residency.own_bytes(chunk).view(group.dtype_of(kind))
     what = f"{'write' if write else 'read'} {kind.value} of {group.name}"
     engine.store.device.declare_access(Queue.CPU, what, (shard,), (shard,) if write else ())
     try:

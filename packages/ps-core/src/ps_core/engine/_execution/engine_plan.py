@@ -34,6 +34,7 @@ def lay_groups(groups: list[ParamGroup], records: list[ParamState], trace: Trace
             numel=group.numel,
             shard_numel=group.shard_numel,
             trainable=group.trainable,
+            fp32=group.weight is Kind.P32,
         )
         for number, group in enumerate(order)
     )
@@ -127,9 +128,9 @@ class EnginePlan:
         return self.program.iteration()[:-1]
 
     @cached_property
-    def overwrites(self) -> bool:
-        """Return True if gradients are written over the weights."""
-        return self.program.overwrites
+    def overwritten(self) -> frozenset[ParamGroup]:
+        """Return the groups whose gradients are written over their weights."""
+        return frozenset(group for number, group in enumerate(self.order) if self.program.overwritten(number))
 
     @cached_property
     def stepped(self) -> set[ParamGroup]:

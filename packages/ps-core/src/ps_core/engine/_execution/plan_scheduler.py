@@ -313,7 +313,7 @@ class PlanScheduler:
             return
         if recording.overrun or (self._estimated and recording.training and self._is_wrong(recording)):
             self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
-        if not self._engine.passes.tracked or not recording.complete:
+        if not self._engine.passes.tracked or self._engine.passes.broke_off or not recording.complete:
             return
         if recording.training is not self._setup.training:
             peak = recording.peak_nonmodel_bytes + self._engine.constant_bytes
@@ -356,13 +356,14 @@ class PlanScheduler:
         return True
 
     def _fits_step(self, plan: EnginePlan) -> bool:
-        wanted = GradientPlace.IN_WEIGHT_SLOT if plan.overwrites else GradientPlace.IN_ACCUMULATOR
         stepped = plan.stepped
         for group in self._engine.groups:
             if group.fixed_tier is not None:
                 continue
             if 0 in group.weight_chunk.copies:
                 return False
+            over = group in plan.overwritten
+            wanted = GradientPlace.IN_WEIGHT_SLOT if over else GradientPlace.IN_ACCUMULATOR
             for record in group.tensors:
                 known = (GradientPlace.NONE, wanted) if group in stepped else (GradientPlace.NONE,)
                 if record.gradient not in known:

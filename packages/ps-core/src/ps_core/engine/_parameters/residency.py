@@ -200,8 +200,12 @@ class Residency:
 
     # For the host thread. What is on the disk is read and written there, without a slot.
 
-    @defer_interrupts_installing
     def contents(self, chunk: Chunk) -> torch.Tensor:
+        """Return all bytes of one kind of a group, for the host thread."""
+        return self.own_bytes(chunk)
+
+    @defer_interrupts_installing
+    def own_bytes(self, chunk: Chunk) -> torch.Tensor:
         """Return a chunk's current bytes for the host thread: a view of a slot, or read from the disk."""
         if chunk.home.place is None:
             return self.transfers.at_home(chunk).memory[: chunk.bytes]

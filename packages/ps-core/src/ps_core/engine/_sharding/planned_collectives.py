@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ps_core._plan import Gather, Instr, Queue, ReduceScatter, Release, Reserve, slots_of
+from ps_core._plan import Copy, Gather, Instr, Queue, ReduceScatter, Release, Reserve, slots_of
 from ps_core._program import Kind, SegmentName
+from ps_core.engine._devices.disk.queues import DISK_QUEUES
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
@@ -151,7 +152,7 @@ class RanksExecutor(InstructionExecutor):
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient into its group's slot; a second one of the same pass is added to the first."""
         staged = self._staged.get(record.group)
-        if self._plan.overwrites:
+        if record.group in self._plan.overwritten:
             if staged is None or record not in self._plan.learning[record.group]:
                 raise Diverged(f"a gradient of {record.name}, for which the plan has no place")
             self._sums.mark_given(record)
@@ -191,11 +192,12 @@ class RanksExecutor(InstructionExecutor):
         if group not in self._staged:
             raise Diverged(f"the plan sums gradients of {group.name}, of which there are none")
         self._overwrite_waiting()
-        if self._plan.overwrites and any(record.busy for record in group.tensors):
+        over = group in self._plan.overwritten
+        if over and any(record.busy for record in group.tensors):
             raise Diverged(f"memory of {group.name} is wanted where the plan has its gradients")
         slot, records = self._staged.pop(group)
         source, scratch, shard = slots_of(op)
-        if self._plan.overwrites:
+        if over:
             self._residency.vacate(group, slot)
             if group.weight_chunk.copies.get(0) is slot:
                 group.weight_chunk.drop_copy(0)
@@ -204,7 +206,7 @@ class RanksExecutor(InstructionExecutor):
         self._queue.fill_gaps(group, records, whole)
         for record in self._plan.learning[group]:
             self._sums.expect(record)
-        if self._plan.overwrites:
+        if over:
             self._sums.lose_weight(group)
         into = self._slots[shard].flat(self._sums.dtype(group), group.shard_numel)
         submitted = self._queue.sum(group, into, whole, self._slots[scratch].memory, instr)
@@ -236,7 +238,7 @@ class RanksExecutor(InstructionExecutor):
     def _take_sum(self, group: ParamGroup, slot: Slot) -> None:
         """Note that a slot holds this rank's shard of the sum of a group's gradients."""
         records = self._plan.learning[group]
-        if not self._plan.overwrites:
+        if group not in self._plan.overwritten:
             self._summed[group] = self._staged[group] = (slot, records)
             return
         chunk = group.chunks[Kind.P16]
@@ -273,7 +275,7 @@ class RanksExecutor(InstructionExecutor):
         found = {}
         for group, (slot, records) in self._staged.items():
             waiting = {record: self._waiting[record] for record in group.tensors if record in self._waiting}
-            if not self._plan.overwrites:
+            if group not in self._plan.overwritten:
                 found[group] = slot, records
             elif records or waiting:
                 whole = slot.flat(group.dtype, group.chunk_numel)
@@ -291,6 +293,11 @@ class RanksExecutor(InstructionExecutor):
         self._staged.clear()
         self._waiting.clear()
         return found
+
+    def _copy(self, instr: Instr, op: Copy) -> None:
+        super()._copy(instr, op)
+        if self._segment.lends_homes and instr.queue in DISK_QUEUES:
+            self._shards.note_disk_move(op.extent.kind, instr.queue)
 
     # Slots of the compute tier that are memory of their own.
 

@@ -3,6 +3,8 @@
 A first pass is served on demand and recorded. As its step begins, the ranks tell each other what they recorded.
 They plan, and move their shards to where the plan has them; see [Note: one plan] in `plan_agreement`. All ranks compare
 something at every step. With it each tells whether it has a new recording, so that takes no message of its own.
+A model without an optimizer has no steps. There the ranks ask each other before passes 2, 3, 5, 9, 17, 33, and then
+before every 64th.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from ps_core.engine._support.log import log_line
 from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.pass_recording import PassRecording
 
+_ASKED_EVERY = 64
+"""Without an optimizer, ranks ask each other for new recordings at least once in so many passes."""
 _PLANS_AT_ONCE = 8
 """Number of plans that ranks make as soon as there is a new recording; then they wait for 2, 4, 8 ... steps."""
 
@@ -59,13 +63,15 @@ class RanksScheduler(PlanScheduler):
         self._tried = True  # the first pass runs on demand
         assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
         self._shards, self._sums, self._alike = engine.residency, engine.gradients, engine.gradients.alike
-        self._on_demand = ShardedScheduler(self._shards, demand, training=True)
+        self._on_demand = ShardedScheduler(self._shards, demand, training=setup.training)
         """Looks at batches before passes that follow no plan."""
         self._shards.serve()
         self._shards.promoter.stop()
         demand.record_all()
         self._plans_made = 0
         """How often the ranks told each other what they recorded; the same on all ranks."""
+        self._calls = 0
+        """Calls of the root module so far, counted for a model without an optimizer; the same on all ranks."""
         self._steps_until_plan = 0
         """Steps before they tell each other again: ranks that never do the same must not plan in every step."""
         self._refused: tuple[PassRecording, BatchShape] | None = None
@@ -83,6 +89,16 @@ class RanksScheduler(PlanScheduler):
         """Look at the batch that the root module is called with, for a pass by the plan or on demand."""
         self._on_demand.before_forward(module, args, kwargs)
         self._batch = self._batch_of(args, kwargs)
+        if not self._setup.training:
+            self._plan_between_passes()
+
+    def _plan_between_passes(self) -> None:
+        """Plan before a pass of a model without an optimizer, if it is time to ask and a rank has a new recording."""
+        done, self._calls = self._calls, self._calls + 1
+        if done and (done & (done - 1) == 0 or done % _ASKED_EVERY == 0):
+            wanted = float(self._found is not None)
+            if any(row[0] for row in self._together.all_values([wanted], "whether a pass is to be planned")):
+                self._plan_together()
 
     def driver_for_pass(self, training: bool) -> PassDriver:
         """Choose the plan's driver where the plan serves the pass, else one that follows the plan's collectives.
@@ -94,7 +110,12 @@ class RanksScheduler(PlanScheduler):
         self._served, self._batch = batch, None
         if plan is None:
             return self._demand
-        if batch is None or self._has_gradients_over_weights() or (training and self._has_sums_besides(plan)):
+        if (
+            batch is None
+            or training > self._setup.training
+            or self._has_gradients_over_weights()
+            or (training and self._has_sums_besides(plan))
+        ):
             with self._shards.moving:
                 self._homes.move_down()
             return self._demand
@@ -113,7 +134,7 @@ class RanksScheduler(PlanScheduler):
         elif self._homes.elsewhere and not self._move_to_plan(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if not why:
-            return self._replay(plan, segment, tracked=training and self._is_watched())
+            return self._replay(plan, segment, tracked=training is self._setup.training and self._is_watched())
         self._engine.counters.diverged(why)
         return following_driver(plan, segment, self._shards, self._sums, self._engine.counters, larger=larger)
 
@@ -129,7 +150,7 @@ class RanksScheduler(PlanScheduler):
         with self._shards.moving:
             super().forget_plan()
         self._on_demand.forget_plan()
-        self._tried, self._refused, self._plans_made, self._steps_until_plan = True, None, 0, 0
+        self._tried, self._refused, self._plans_made, self._steps_until_plan, self._calls = True, None, 0, 0, 0
 
     def plan_abandoned(self) -> None:
         """Note that a pass of this rank left the plan, whose collectives it goes on with."""
@@ -146,18 +167,18 @@ class RanksScheduler(PlanScheduler):
 
     def _has_sums_besides(self, plan: EnginePlan) -> bool:
         """Return True if gradients lie in sums, for which the plan has no place; the same on all ranks."""
-        return plan.overwrites and any(
-            record.gradient is GradientPlace.IN_ACCUMULATOR for record in self._engine.records
-        )
+        rows = (record for group in plan.overwritten for record in group.tensors)
+        return any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in rows)
 
     def observe(self, recording: PassRecording) -> None:
         """Remember a recorded pass, if the plan is not for such passes."""
         batch, self._served = self._served, None
-        if batch is None or not recording.complete or not self._engine.passes.tracked:
+        passes = self._engine.passes
+        if batch is None or passes.broke_off or not recording.complete or not passes.tracked:
             return
         if recording.training is not self._setup.training:
             self._evaluated = batch, recording.peak_nonmodel_bytes + self._engine.constant_bytes
-        elif self._plan is None or self._engine.passes.followed or not self._planned_for.covers(batch):
+        elif self._plan is None or passes.followed or not self._planned_for.covers(batch):
             self._found = recording, batch
 
     def maybe_replan(self) -> None:
@@ -195,19 +216,3 @@ class RanksScheduler(PlanScheduler):
         """Log a line on one rank."""
         if self._together.process == 0:
             log_line(text)
-
-
-def why_unplanned(engine: Engine, setup: Setup) -> str:
-    """Return why a shared model's passes follow no plan; an empty text if they can follow one."""
-    assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
-    if not setup.training:
-        return "the model has no optimizer"
-    if setup.ranks == 1:
-        return "each process has the whole model"
-    if engine.residency.together.processes != setup.ranks:
-        return "there are several copies of the model (replicate)"
-    if engine.store.file is not None:
-        return "there is a disk below the host's memory"
-    if len({group.weight for group in engine.groups}) > 1:
-        return "some parameters are kept in fp32 (keep_fp32)"
-    return ""

@@ -72,7 +72,8 @@ class ShardedGradients(GradientStore):
         slot = self.left_over.get((self.passes, record))
         if slot is None:
             size = max(align_up(record.numel * record.dtype.itemsize), 128)
-            slot = self.left_over[self.passes, record] = self._store.reserve(min(1, len(self._store.tiers) - 1), size)
+            tier = self._store.work_tier(min(1, len(self._store.tiers) - 1))
+            slot = self.left_over[self.passes, record] = self._store.reserve(tier, size)
             slot.flat(record.dtype, record.numel).fill_(-0.0)
         target = slot.flat(record.dtype, record.numel).as_strided(record.shape, record.stride)
         self._store.device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))

@@ -20,6 +20,8 @@ from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core._units import align_up
 from ps_core.engine._devices.device import Event
+from ps_core.engine._devices.disk.file import FileExtent
+from ps_core.engine._devices.disk.queues import DISK_QUEUES
 from ps_core.engine._memory.chunk import Chunk, Slot, SlotView
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
@@ -53,6 +55,8 @@ class ShardedResidency(Residency):
         self._stepped = Condition(self.moving)
         self._step_over: list[Event] = []
         """Events behind the last step on every queue."""
+        self._disk_moves: dict[Queue, Event] = {}
+        """Events behind the home slots that a plan moved to and from the disk since."""
         self.promoter = ShardPromoter(self, groups)
         self.forwards = 0
         """Forward passes begun in this pass whose activations wait for backward."""
@@ -137,7 +141,7 @@ class ShardedResidency(Residency):
 
     def _cast_shard(self, group: ParamGroup, place: Slot) -> None:
         """Cast the master's shard into its place, while gradients lie in the weight slot."""
-        values = self.shard(group.chunks[Kind.P32]).view(torch.float32)
+        values = self.own_bytes(group.chunks[Kind.P32]).view(torch.float32)
         near = group.chunks[Kind.P32].home.tier == 0 or self.store.tiers[0].name == "host"
         target = place if near else self.store.reserve(1, place.bytes)
         queue = Queue.CPU if target.tier else Queue.COMPUTE
@@ -186,25 +190,42 @@ class ShardedResidency(Residency):
         with self._stepped:
             if not self._stepped.wait_for(lambda: self._steps >= steps, _PATIENCE_S):
                 return None
-            for event in self._step_over:
+            for event in (*self._step_over, *self._disk_moves.values()):
                 event.block()
             chunk = group.chunks[kind]
             slots = [slot for slot in (chunk.home, *chunk.copies.values()) if slot.version == chunk.version]
-            source = max(slots, key=lambda slot: slot.tier)  # the host's, if any: an accelerator may be waiting
-            values = source.flat(group.dtype_of(kind), group.shard_numel).to("cpu", group.dtype, copy=True)
+            source = max(slots, key=lambda slot: slot.tier)  # the lowest: an accelerator may be waiting
+            memory = source.memory if source.place is None else self._read_now(source, source.place)
+            values = memory[: chunk.bytes].view(group.dtype_of(kind)).to("cpu", group.dtype, copy=True)
         return values.view(torch.uint8)
+
+    def _read_now(self, slot: Slot, place: FileExtent) -> torch.Tensor:
+        """Return the bytes of a slot on the disk, read by the calling thread."""
+        assert self.store.file is not None, "the slot is in a file"
+        memory = torch.empty(slot.bytes, dtype=torch.uint8, device="cpu")
+        self.store.file.read(place, 0, memory)
+        return memory
+
+    def note_disk_move(self, kind: Kind, queue: Queue) -> None:
+        """Note that a plan moves a home slot to or from the disk; answers of masters wait until that is over.
+
+        Only a plan for tight memory does so within a pass. Other plans leave masters where they are.
+        """
+        if kind in (Kind.P32, Kind.P16):
+            self._disk_moves[queue] = self.store.device.record(queue)
 
     def end_step(self) -> None:
         """Note that this rank's shards are those after one more step, and let answers for them go."""
         store = self.store
         if self._ask is None:
             return
-        over: list[Event] = [] if store.synchronous else [store.device.record(queue) for queue in ORDERED_QUEUES]
+        queues = (*ORDERED_QUEUES, *DISK_QUEUES) if store.file is not None else ORDERED_QUEUES
+        over: list[Event] = [] if store.synchronous else [store.device.record(queue) for queue in queues]
         if store.device.worker is not None:
             over.append(store.device.worker.launch("the end of a step", (), (), _nothing))
         with self._stepped:
             self._steps += 1
-            self._step_over = over
+            self._step_over, self._disk_moves = over, {}
             self._stepped.notify_all()
 
     def ask_for(self, group: ParamGroup, whole: torch.Tensor) -> None:
@@ -242,10 +263,6 @@ class ShardedResidency(Residency):
         record.group.weight_chunk.invalidate(slot)
 
     # For the host thread: this rank's shard, in its home slot or read from the disk.
-
-    def shard(self, chunk: Chunk) -> torch.Tensor:
-        """Return the newest bytes of this rank's shard."""
-        return super().contents(chunk)
 
     def load(self, chunk: Chunk, span: slice) -> torch.Tensor:
         """Return some elements of this rank's shard."""
@@ -314,7 +331,7 @@ class ShardedResidency(Residency):
 
     def contents(self, chunk: Chunk) -> torch.Tensor:
         """Return all bytes of one kind of a group, gathered from all ranks."""
-        group, shard = self.groups[chunk.extent.index], self.shard(chunk)
+        group, shard = self.groups[chunk.extent.index], self.own_bytes(chunk)
         self.store.device.declare_access(Queue.CPU, f"read {group.name}", (shard,), ())
         whole = torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8, device="cpu")
         self.together.start_all_gather(whole, shard.cpu(), f"{chunk.extent.kind.value} of {group.name}").wait()

@@ -60,7 +60,6 @@ class Submitted:
         """Have the other thread do it, after everything submitted before."""
         self._recorder = recorder
         self._everyone = range(together.processes)
-        self._ordering.before()
         self._ready = self._ordering.ready()
         self._pending = together.start(self._run)
 
@@ -104,8 +103,9 @@ class CollectiveQueue:
         self, group: ParamGroup, own: torch.Tensor, whole: torch.Tensor, instr: Instr | None = None
     ) -> Submitted:
         """Submit a gather of a group, of which ``own`` is this rank's shard."""
-        self._device.declare_access(Queue.COLL, f"gather {group.name}", (own,), (whole,))
         what = f"{group.name} in {self._during}"
+        self._ordering.before()
+        self._device.declare_access(Queue.COLL, f"gather {group.name}", (own,), (whole,))
         return self._submit(Submitted(self._ordering, group, own, whole, None, what=what, instr=instr))
 
     def sum(
@@ -117,8 +117,9 @@ class CollectiveQueue:
         instr: Instr | None = None,
     ) -> Submitted:
         """Submit a sum of a group's gradients over ranks; ``whole`` has a value for every element."""
-        self._device.declare_access(Queue.COLL, f"gradients of {group.name}", (whole,), (into, scratch))
         what = f"gradients of {group.name}"
+        self._ordering.before()
+        self._device.declare_access(Queue.COLL, what, (whole,), (into, scratch))
         return self._submit(Submitted(self._ordering, group, into, whole, scratch, what=what, instr=instr))
 
     def fill_gaps(self, group: ParamGroup, records: Collection[ParamState], whole: torch.Tensor) -> None:
