@@ -26,7 +26,7 @@ from ps_dist._nccl import NcclMessages
 from ps_dist._process_groups import ProcessGroups
 from ps_dist._reduce import HOST_PIECE_NUMEL, OrderedReduceScatter
 from ps_dist._session import CollectiveSession
-from ps_dist._shard_answers import Answer, ShardAnswers
+from ps_dist._shard_answers import Answer, ShardAnswers, refuses
 from ps_dist._shared_messages import SharedMessages
 from ps_dist._sharing import Sharing
 from ps_dist._watchdog import Watchdog
@@ -130,6 +130,7 @@ class TorchCollectives:
             address = self._answers.address
             self.start(lambda session: found.extend(session.exchange(address, "where questions are answered"))).wait()
             self._answers.know([found[rank] for rank in self._mesh.shard_peers])
+            self._watchdog.has_ended = lambda rank: refuses(found[rank])
         model = self._answers.add(answer)
         return partial(self._answers.ask, model, me=self._mesh.shard)
 
@@ -202,7 +203,7 @@ class TorchCollectives:
 
     def use_nccl(self, nccl: NcclMessages) -> None:
         """Use these messages for the memory of their device from now on."""
-        self._nccl = nccl
+        self._nccl, self._watchdog.abort = nccl, self._groups.abort_nccl
         self._session = CollectiveSession(
             self._thread, self._history, self._messages, self._reduce_scatter, self._mesh, nccl
         )
@@ -316,10 +317,10 @@ class TorchCollectives:
                 self.all_values([0.0], "leave")
         self._open = False
         self._at_exit.cancel()
-        if self._answers is not None:
-            self._answers.close()
         ended = self._thread.close(waits=waits and not error)
         self._watchdog.close("" if self._thread.error is not None else error)  # after a failure the others know more
+        if self._answers is not None:  # only now: a process that refuses connections is taken to have ended
+            self._answers.close()
         failed = error or self._thread.error is not None or self._thread.failure is not None
         if failed or not ended:
             self._groups.abort_nccl()  # NCCL would wait for what the others never answer
