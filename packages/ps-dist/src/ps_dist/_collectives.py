@@ -27,7 +27,6 @@ from ps_dist._process_groups import ProcessGroups
 from ps_dist._reduce import HOST_PIECE_NUMEL, OrderedReduceScatter
 from ps_dist._session import CollectiveSession
 from ps_dist._shard_answers import Answer, ShardAnswers, refuses
-from ps_dist._shared_messages import SharedMessages
 from ps_dist._sharing import Sharing
 from ps_dist._watchdog import Watchdog
 
@@ -46,12 +45,15 @@ class Statistics:
     fingerprint: str
     """A hash of all of these, in order; the same on every process."""
     wire_bytes: dict[str, int]
-    """Bytes received, by operation; as many are sent."""
+    """Bytes received, by operation, also those read in shared memory; as many are sent."""
+    network_bytes: dict[str, int]
+    """Those of them that came over sockets: from other computers, where the ranks of each share its memory."""
     transport: str
     """The transport of the data.
 
-    ``shared``: host memory that all processes read. ``gloo``: sockets. ``nccl``: between CUDA devices directly, once
-    such a device is used. ``none``: a single process uses a CUDA device, and nothing is sent.
+    ``shared``: host memory that all processes read. ``gloo``: sockets. ``shared+gloo``: the first within a computer,
+    the second between computers. ``nccl``: between CUDA devices directly, once such a device is used. ``none``: a
+    single process uses a CUDA device, and nothing is sent.
     """
 
 
@@ -98,8 +100,8 @@ class TorchCollectives:
         """All processes, those of other copies included."""
         self.process = mesh.rank
         """This process's rank among all."""
-        self.local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size)), mesh.size)
-        """Processes on this computer, as torchrun says; all of them where it did not start them."""
+        self.local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", sharing.together(mesh.rank))), mesh.size)
+        """Processes on this computer, as torchrun says, or as they found; all processes where they know of none."""
 
     @property
     def mesh(self) -> Mesh:
@@ -181,7 +183,8 @@ class TorchCollectives:
     @property
     def host_memory(self) -> Callable[[int], Tensor] | None:
         """Allocates host memory, as bytes, that the other ranks read without a copy; None: there is none."""
-        return self._messages.heap.allocate if isinstance(self._messages, SharedMessages) else None
+        heap = self._messages.heap
+        return None if heap is None else heap.allocate
 
     @property
     def card(self) -> int | None:
@@ -286,6 +289,7 @@ class TorchCollectives:
             collectives=last.number,
             fingerprint=last.fingerprint,
             wire_bytes=dict(sorted(self._messages.received_bytes.items())),
+            network_bytes=dict(sorted(self._messages.network_bytes.items())),
             transport=self._messages.name if self._nccl is None else self._nccl.name,
         )
 

@@ -69,7 +69,9 @@ class Work(NamedTuple):
     copied_bytes: list[int]
     """Bytes copied over links, by queue."""
     wire_bytes: int
-    """Bytes that one rank sends to the others."""
+    """Bytes that one rank receives from the others; as many are sent."""
+    network_bytes: int
+    """Those of them that cross from another node: a gathered shard once for all ranks of a node."""
     evictions: int
     """Copies to a slower tier."""
     thread_s: list[float]
@@ -125,6 +127,8 @@ class Costs:
             wire = min(wire, machine.internode_bandwidth * ranks_per_node)
         self._wire = wire
         self._shards = [group.shard_numel for group in program.layout.groups]
+        abroad = ranks - ranks_per_node
+        self._abroad = {Gather: abroad / ranks_per_node, ReduceScatter: abroad}
         self._sent = [shard * (ranks - 1) * program.weight_bytes for shard in self._shards]
         self._ranks = ranks
         self._gradient = gradient = program.weight_bytes
@@ -150,7 +154,7 @@ class Costs:
     def price(self, instrs: tuple[Instr, ...], slot_bytes: dict[int, int]) -> Work:
         """Return the seconds of every instruction, and what they move. ``slot_bytes`` is needed for shifts."""
         seconds: list[float] = []
-        copied, evictions, wire, cpu_bytes = [0] * len(Queue), 0, 0, 0
+        copied, evictions, wire, network, cpu_bytes = [0] * len(Queue), 0, 0, 0.0, 0
         rates, latency, note = self._rates, self._latency, seconds.append
         for instr in instrs:
             op, queue = instr.op, instr.queue
@@ -164,6 +168,7 @@ class Costs:
                 note(self._computing[op.visit] + self._overhead)
             elif isinstance(op, Gather | ReduceScatter):
                 wire += self._sent[op.group]
+                network += self._shards[op.group] * self._gradient * self._abroad[type(op)]
                 note(self._sent[op.group] / self._wire + latency + self._hops_s)
             elif isinstance(op, Decide):
                 note(latency if self._ranks > 1 else 0.0)
@@ -172,11 +177,13 @@ class Costs:
                 cpu_bytes += count * (queue is Queue.CPU)
                 note(count / rates[queue] + latency)
         if self._played:
-            return Work(seconds, copied, wire, evictions, self._of_the_thread(instrs, seconds, slot_bytes))
+            return Work(
+                seconds, copied, wire, int(network), evictions, self._of_the_thread(instrs, seconds, slot_bytes)
+            )
         self._slow_copies(instrs, seconds, copied)
         if not self._beside:
             self._slow_cpu(instrs, seconds, cpu_bytes, sum(copied))
-        return Work(seconds, copied, wire, evictions, [])
+        return Work(seconds, copied, wire, int(network), evictions, [])
 
     def _of_the_thread(
         self, instrs: tuple[Instr, ...], seconds: list[float], slot_bytes: dict[int, int]

@@ -208,8 +208,11 @@ class _Wishes:
 
     def _scheduler(self, parts: Components, engine: Engine) -> Scheduler:
         """Return the scheduler that chooses the driver of each pass."""
+        ranks = 1 if self.collectives is None else self.collectives.ranks
+        here = ranks if self.collectives is None else min(ranks, self.collectives.local_ranks)
         setup = Setup(
-            ranks=1 if self.collectives is None else self.collectives.ranks,
+            ranks=ranks,
+            ranks_per_node=here if ranks % here == 0 else None,
             precision=self.mode,
             accumulate=self.accumulation_steps,
             training=self.training,
