@@ -13,8 +13,10 @@ Bytes are counted once in each direction, per element (16-bit weights; fp32 in b
     Accumulate  gradient in 2 [4], accumulator out 4 and, unless it starts, in 4
     Shift       its bytes in and out
     Run         each activation that the moment makes or takes, in and out: it is copied into its slot, or out of it
-    Gather, ReduceScatter    what a rank sends, (p-1)/p of the gathered bytes, at the slower of a GPU's link to its
-                neighbours and its node's adapters together (a ring leaves each node once), and a ring's hops
+    Gather      what a rank receives, (p-1)/p of the gathered bytes, at the slower of a GPU's link to its neighbours and
+                its node's adapters together (a shard comes to each node once), and a ring's hops
+    ReduceScatter    the same bytes at the GPU's link, or those of other nodes at its part of the node's adapters, which
+                ever takes longer: each rank's gradients come by themselves, to be added in rank order
 
 Ranks of a node divide host memory and disk bandwidth evenly. A rank's cores and links share its part of host memory.
 Cores stream at most ``host_bandwidth``. Cores and links together get ``host_dram_bandwidth``, which may be more. If a
@@ -122,10 +124,10 @@ class Costs:
             Queue.CPU: host,
         }
         ranks = program.ranks
-        wire = machine.collective_bandwidth
-        if ranks > ranks_per_node:
-            wire = min(wire, machine.internode_bandwidth * ranks_per_node)
-        self._wire = wire
+        link, adapter = machine.collective_bandwidth, machine.internode_bandwidth
+        self._link = link
+        self._gather = min(link, adapter * ranks_per_node) if ranks > ranks_per_node else link
+        self._adapter = adapter
         self._shards = [group.shard_numel for group in program.layout.groups]
         abroad = ranks - ranks_per_node
         self._abroad = {Gather: abroad / ranks_per_node, ReduceScatter: abroad}
@@ -168,8 +170,11 @@ class Costs:
                 note(self._computing[op.visit] + self._overhead)
             elif isinstance(op, Gather | ReduceScatter):
                 wire += self._sent[op.group]
-                network += self._shards[op.group] * self._gradient * self._abroad[type(op)]
-                note(self._sent[op.group] / self._wire + latency + self._hops_s)
+                abroad = self._shards[op.group] * self._gradient * self._abroad[type(op)]
+                network += abroad
+                sent, gathers = self._sent[op.group], isinstance(op, Gather)
+                taken = sent / self._gather if gathers else max(sent / self._link, abroad / self._adapter)
+                note(taken + latency + self._hops_s)
             elif isinstance(op, Decide):
                 note(latency if self._ranks > 1 else 0.0)
             else:
