@@ -100,25 +100,28 @@ plan would allow, were they to overlap. Several processes follow [one plan](dist
 
 ## How long a collective takes
 
-Its bytes at the slower of a GPU's link and its node's adapters together, and its *hops*: the first byte has to come
+A gather takes its bytes at the slower of a GPU's link and its node's adapters together: a shard comes to each node
+once. A sum adds gradients in rank order, for the same bits on any number of nodes. So each rank's come to a node by
+themselves, and take the GPU's part of the adapters: 8 times as long. Both have *hops*: the first byte has to come
 round. In a ring of p processes on n nodes there are p - n hops of 3.4 us within nodes and n - 1 of 14 us between them;
 in a tree the logarithms of both. The columns *ring* and *tree* are the busy time of a step's collectives with one or
 the other. They run beside the computation, so the step is not their sum; its time is predicted with the ring, which is
-what NCCL does for gathers and sums of this kind.
+what NCCL does for gathers of this kind.
 """
 
 TAIL = """
 ## Where this is off
 
-- **The published points are slower**: 110 TFLOPS where 140 are predicted (32 GPUs), 126 where 152 are (64), so the
-  prediction is too high by 27 and by 21 per cent. Both rise from 32 to 64 GPUs, which leave less to step and to move on
+- **The published points are slower**: 110 TFLOPS where 126 are predicted (32 GPUs), 126 where 131 are (64), so the
+  prediction is too high by 15 and by 4 per cent. Both rise from 32 to 64 GPUs, which leave less to step and to move on
   each. The A100's rate for matrix work in the machine file is that of well-tuned code of later years, and the published
   system paid for moves that nothing hid, at a batch and on a network that are not known here. Nothing is fitted: a
   machine file with the rates a cluster reaches (`pstar doctor --calibrate` on one of its nodes) says more than this
   page.
-- **Up to a few hundred GPUs** the model says that the network does not matter for batches like these: a step computes
-  for longer than it gathers. Stragglers, congestion, and adapters that are shared with storage are not in it, and
-  they are what large clusters lose most to.
+- **Sums in rank order** cost several nodes 5 to 50 per cent of a step. They could be handed on from node to node with
+  the same bits, and then come to each once, as shards do. That is not built.
+- **Not in it**: stragglers, congestion, and adapters that are shared with storage. They are what large clusters lose
+  most to.
 - **In the thousands** a ring's hops are up to half of a collective's time, and the prediction depends on two latencies
   that were taken from NCCL's own model and not measured. Libraries cut this with trees or several rings, users with
   copies: `connect(replicate=...)` keeps gathers within a few nodes. `pstar plan --replicate` plans them.

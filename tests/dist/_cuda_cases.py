@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from threading import Event
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ps_dist
 from _checked_cuda import CheckedCuda
@@ -18,6 +23,7 @@ from _expert_cases import Experts, one_step
 from _fake_cuda import FakeRuntime
 from _one_process import check_homes
 from _threads import going_by
+from _transport_cases import given_up
 from _zero_cases import Way, batches, passes, states
 from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
@@ -163,6 +169,70 @@ def unordered(each: ps_dist.TorchCollectives, way: Way, fault: str, direct: bool
     return device.unordered
 
 
+@dataclass
+class Counted:
+    """What one rank did in one step besides computing."""
+
+    collectives: int
+    """Gathers, sums and messages."""
+    messages: int
+    """In host memory."""
+    waits: int
+    """How often the thread of collectives waited for its stream."""
+
+
+def counted_steps(each: ps_dist.TorchCollectives, precision: str, device: Any) -> tuple[list[Counted], Any]:
+    """Train by a plan, but for the first pass; what each step took, and the weights."""
+    torch.manual_seed(0)
+    size = 4 if precision == "fp32" else 2
+    model, optimizer = chunked(
+        nn.Sequential(*(nn.Linear(40, 40) for _ in range(5))), SGD(lr=0.1), device=device, precision=precision,
+        collectives=each, budget=Budget(device="48KiB", host="16MiB"),
+        options=Options(group_bytes=40 * 41 * size, poison=True),
+    )  # fmt: skip
+    assert optimizer is not None
+    control, copier, found = each._messages, beside.DeviceStaging, []
+    for step in range(4):
+        before = each.statistics().collectives
+        with (
+            mock.patch.object(control, "exchange", wraps=control.exchange) as messages,
+            mock.patch.object(copier, "synchronize", autospec=True, side_effect=copier.synchronize) as waits,
+        ):
+            drawn = torch.Generator().manual_seed(10 * step + each.mesh.rank)
+            model(torch.randn(3, 40, generator=drawn)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(Counted(each.statistics().collectives - before, messages.call_count, waits.call_count))
+    told = statistics(model)
+    assert told.planned_passes == 3, told.last_divergence
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    release(model)
+    return found, weights
+
+
+def says_nothing(each: ps_dist.TorchCollectives, precision: str) -> None:
+    """From card to card by a plan: two messages a step, as over gloo, and no wait; all ordered, and the same bits."""
+    _, wanted = counted_steps(each, precision, "emulated")
+    runtime = FakeRuntime(7)
+    with runtime, from_card_to_card(each):
+        device = CheckedCuda(runtime)
+        (first, *_, last), weights = counted_steps(each, precision, device)
+    assert not device.unordered
+    assert first.messages > first.waits > 0, "ranks agree on these as they go, and confirm each"
+    assert last.collectives - last.messages >= 10, "each group is gathered and summed"
+    assert (last.messages, last.waits) == (2, 0)
+    assert all(torch.equal(weights[name], value) for name, value in wanted.items())
+
+
+def unordered_by_plan(each: ps_dist.TorchCollectives, fault: str) -> set[str]:
+    """What the checker says of a plan that is carried out with an ordering bug."""
+    runtime = FakeRuntime(7)
+    with runtime, left_out(fault), from_card_to_card(each):
+        device = CheckedCuda(runtime)
+        counted_steps(each, "fp32", device)
+    return device.unordered
+
+
 class Quiet:
     """A copier that has no stream."""
 
@@ -186,6 +256,49 @@ def parts_ways(each: ps_dist.TorchCollectives) -> str:
     with from_card_to_card(each), pytest.raises(RanksDiverged) as caught:
         each.start(job).wait()
     assert carrier.synchronized == 0, "it did not get so far"
+    return str(caught.value)
+
+
+class Reached:
+    """A mark of a stream that has come to it, or never will."""
+
+    def __init__(self, reached: bool) -> None:
+        self._reached = reached
+
+    def query(self) -> bool:
+        return self._reached
+
+
+def waits_on_its_stream(each: ps_dist.TorchCollectives, fault: str) -> str:
+    """Rank 0's device waits for rank 1's, which has not come to the same collective; what ends that.
+
+    Rank 1 ``computes`` still, launches ``another`` collective, or none: it is ``late``. Or it has ``ended`` on another
+    computer, whose kernel alone tells so.
+    """
+    if fault == "ended":
+        each.serve(lambda group, steps: None)
+        each._watchdog._local.close()
+    aborted, is_late = Event(), each.mesh.rank == 1
+    marks = deque([Reached(not (is_late and fault == "computes")), Reached(False)])
+
+    def job(session: Any) -> None:
+        what = "layer 1" if is_late and fault == "another" else "layer 0"
+        session.on_device(Quiet(), planned=True).all_gather(torch.zeros(4), torch.zeros(2), what, (0, 1))
+
+    if is_late and fault == "ended":
+        os.kill(os.getpid(), signal.SIGKILL)
+    with from_card_to_card(each), ExitStack() as stack:
+        stack.enter_context(mock.patch.object(each._nccl, "gather"))
+        stack.enter_context(mock.patch.object(each._nccl, "mark", marks.popleft))
+        each._watchdog.abort = aborted.set
+        if not (is_late and fault == "late"):
+            each.start(job).wait()  # it is launched, and no thread waits for its end
+        if not is_late or fault == "another":
+            assert aborted.wait(60), "the training thread may be waiting for the device, which this ends"
+        while is_late and not given_up(each):
+            time.sleep(0.05)
+        with pytest.raises(RanksDiverged) as caught:
+            each.barrier()
     return str(caught.value)
 
 

@@ -146,9 +146,19 @@ def test_collectives_cross_the_slower_link() -> None:
         sent = 3 * NUMEL * 2
         one, two = 0.25 + ring_s(4, 4), 0.25 + ring_s(4, 2)
         assert seconds(op, Queue.COLL, program(ranks=4), ranks_per_node=4) == sent / 64 + one
-        assert seconds(op, Queue.COLL, program(ranks=4), ranks_per_node=2) == sent / 4 + two
+        abroad = 2 * NUMEL * 2 / 2  # of the other node's ranks, whose gradients come one by one
+        crossing = sent / 4 if isinstance(op, Gather) else abroad
+        assert seconds(op, Queue.COLL, program(ranks=4), ranks_per_node=2) == crossing + two
         fp32 = program(ranks=4, precision=Precision.FP32)
         assert seconds(op, Queue.COLL, fp32, ranks_per_node=4) == 2 * sent / 64 + one
+
+
+def test_what_crosses_between_nodes() -> None:
+    """A gathered shard once for all ranks of a node; each rank's gradients by themselves."""
+    for per_node, gathered, summed in ((4, 0, 0), (2, 2 / 2, 2), (1, 3, 3)):
+        for op, shards in ((Gather(0, 0, 1, 0), gathered), (ReduceScatter(0, 0, 1, 2, 0), summed)):
+            work = Costs(program(ranks=4), DEVICE_HOST, MACHINE, per_node).price((Instr(0, Queue.COLL, op),), {0: 512})
+            assert (work.wire_bytes, work.network_bytes) == (3 * NUMEL * 2, shards * NUMEL * 2)
 
 
 def test_deciding_costs_a_message_where_there_is_somebody_to_ask() -> None:

@@ -5,12 +5,13 @@ Each rank tries, and tells the others how it went, by gloo. So no rank uses shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
+from ps_dist._computers import ComputersMessages
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
 from ps_dist._peer_connections import PeerConnection, PeerListener
@@ -22,7 +23,7 @@ _ADDRESS_BYTES, _SHOWN_BYTES = 16, 200
 """Bytes that a rank tells the others: where it listens, and why it cannot."""
 _TAG = 0
 """Of messages before the first collective."""
-_SEVERAL_COMPUTERS = "the ranks do not all run on one computer"
+_NONE_TOGETHER = "no two ranks are known to run on one computer"
 _MOST_CONNECT_S = 30.0
 """Seconds in which all ranks connect, if they do: all are there. Or half of the timeout, if that is less."""
 _ERRORS = (OSError, AttributeError, ValueError, MemoryError)
@@ -33,38 +34,54 @@ _ERRORS = (OSError, AttributeError, ValueError, MemoryError)
 class Sharing:
     """What all ranks decided."""
 
-    messages: SharedMessages | None
-    """Messages through shared memory; None: there are none."""
+    computers: Sequence[tuple[int, ...]]
+    """The ranks of each computer."""
+    messages: SharedMessages | ComputersMessages | None = None
+    """Messages through shared memory, at least between ranks of one computer; None: there are none."""
     why_not: str = ""
     """Why there are none, where they were wanted and would have been of use."""
 
+    def together(self, rank: int) -> int:
+        """Return how many ranks run on a rank's computer; all, if no two are known to run on one."""
+        ranks = sum(map(len, self.computers))
+        if len(self.computers) == ranks:
+            return ranks
+        return next(len(computer) for computer in self.computers if rank in computer)
+
 
 def share_memory(
-    control: PeerMessages, locations: Mapping[int, Location], rank: int, give_up: Callable[[], bool], timeout_s: float
+    control: PeerMessages,
+    computers: Sequence[tuple[int, ...]],
+    rank: int,
+    give_up: Callable[[], bool],
+    timeout_s: float,
 ) -> Sharing:
-    """Connect all ranks through shared memory, if all of them run on one computer where it works.
+    """Connect the ranks of each computer through shared memory, if it works on all computers.
 
-    ``control``: messages of all ranks. ``give_up`` returns True once waiting for another rank is in vain.
+    ``control``: messages of all ranks; those to other computers go on by it. ``give_up`` returns True once waiting for
+    another rank is in vain.
     """
-    if len(locations) == 1:
-        return Sharing(None)
-    if len({location.machine for location in locations.values()} | {""}) != 2:
-        return Sharing(None, _SEVERAL_COMPUTERS)
+    ranks = sum(map(len, computers))
+    if ranks == 1:
+        return Sharing(computers)
+    if len(computers) == ranks:
+        return Sharing(computers, why_not=_NONE_TOGETHER)
+    here = next(computer for computer in computers if rank in computer)
     heap, listener, connections, error = None, None, list[PeerConnection](), ""
     try:
         heap = SharedHeap()
-        listener = PeerListener(heap, rank, len(locations))
+        listener = PeerListener(heap, rank, ranks)
     except _ERRORS as failed:
         error = describe(failed)
-    rows = _tell(control, rank, len(locations), error, b"" if listener is None else listener.address)
+    rows = _tell(control, rank, ranks, error, b"" if listener is None else listener.address)
     why_not = _first_error(rows)
     if not why_not and listener is not None:
-        addresses = {peer: address for peer, (_, address) in enumerate(rows) if peer != rank}
+        addresses = {peer: rows[peer][1] for peer in here if peer != rank}
         try:
             connections = listener.connect(addresses, give_up, min(timeout_s / 2, _MOST_CONNECT_S))
         except _ERRORS as failed:
             error = describe(failed)
-        why_not = _first_error(_tell(control, rank, len(locations), error))
+        why_not = _first_error(_tell(control, rank, ranks, error))
     if listener is not None:
         listener.close()
     if heap is not None:
@@ -72,8 +89,18 @@ def share_memory(
     if why_not or heap is None:
         for connection in connections:
             connection.close()
-        return Sharing(None, why_not)
-    return Sharing(SharedMessages(rank, heap, connections))
+        return Sharing(computers, why_not=why_not)
+    shared = SharedMessages(rank, heap, connections)
+    return Sharing(computers, shared if len(computers) == 1 else ComputersMessages(rank, computers, shared, control))
+
+
+def ranks_by_computer(locations: Mapping[int, Location]) -> list[tuple[int, ...]]:
+    """Return the ranks of each computer; a rank whose computer is not known has one of its own."""
+    found: dict[object, tuple[int, ...]] = {}
+    for rank, location in sorted(locations.items()):
+        computer = location.machine or rank
+        found[computer] = (*found.get(computer, ()), rank)
+    return list(found.values())
 
 
 def shared_memory_error() -> str | None:

@@ -13,8 +13,10 @@ Bytes are counted once in each direction, per element (16-bit weights; fp32 in b
     Accumulate  gradient in 2 [4], accumulator out 4 and, unless it starts, in 4
     Shift       its bytes in and out
     Run         each activation that the moment makes or takes, in and out: it is copied into its slot, or out of it
-    Gather, ReduceScatter    what a rank sends, (p-1)/p of the gathered bytes, at the slower of a GPU's link to its
-                neighbours and its node's adapters together (a ring leaves each node once), and a ring's hops
+    Gather      what a rank receives, (p-1)/p of the gathered bytes, at the slower of a GPU's link to its neighbours and
+                its node's adapters together (a shard comes to each node once), and a ring's hops
+    ReduceScatter    the same bytes at the GPU's link, or those of other nodes at its part of the node's adapters, which
+                ever takes longer: each rank's gradients come by themselves, to be added in rank order
 
 Ranks of a node divide host memory and disk bandwidth evenly. A rank's cores and links share its part of host memory.
 Cores stream at most ``host_bandwidth``. Cores and links together get ``host_dram_bandwidth``, which may be more. If a
@@ -70,7 +72,9 @@ class Work(NamedTuple):
     copied_bytes: list[int]
     """Bytes copied over links, by queue."""
     wire_bytes: int
-    """Bytes that one rank sends to the others."""
+    """Bytes that one rank receives from the others; as many are sent."""
+    network_bytes: int
+    """Those of them that cross from another node: a gathered shard once for all ranks of a node."""
     evictions: int
     """Copies to a slower tier."""
     thread_s: list[float]
@@ -121,17 +125,19 @@ class Costs:
             Queue.CPU: host,
         }
         ranks = program.ranks
-        wire = machine.collective_bandwidth
-        if ranks > ranks_per_node:
-            wire = min(wire, machine.internode_bandwidth * ranks_per_node)
-        self._wire = wire
+        link, adapter = machine.collective_bandwidth, machine.internode_bandwidth
+        self._link = link
+        self._gather = min(link, adapter * ranks_per_node) if ranks > ranks_per_node else link
+        self._adapter = adapter
         self._shards = [group.shard_numel for group in program.layout.groups]
         groups = range(len(self._shards))
         elements = [program.element_bytes(group) for group in groups]
         self._sent = [program.gather_bytes(group) for group in groups]
         self._across = [program.across_bytes(group) for group in groups]
-        nodes = ranks * program.copies > ranks_per_node
-        self._between = machine.internode_bandwidth if nodes else machine.collective_bandwidth
+        abroad = max(0, ranks - ranks_per_node)
+        self._elements, self._abroad = elements, {Gather: abroad / ranks_per_node, ReduceScatter: abroad}
+        self._nodes = nodes = ranks * program.copies > ranks_per_node
+        self._between = adapter if nodes else link
         self._copies_hops_s = 2 * (NODE_HOP_S if nodes else LINK_HOP_S)  # parts go there, and sums come back
         self._sharded = program.sharded
         self._around = list(self._around_products(program, elements)) if self._played else []
@@ -161,7 +167,7 @@ class Costs:
     def price(self, instrs: tuple[Instr, ...], slot_bytes: dict[int, int]) -> Work:
         """Return the seconds of every instruction, and what they move. ``slot_bytes`` is needed for shifts."""
         seconds: list[float] = []
-        copied, evictions, wire, cpu_bytes = [0] * len(Queue), 0, 0, 0
+        copied, evictions, wire, network, cpu_bytes = [0] * len(Queue), 0, 0, 0.0, 0
         rates, latency, note = self._rates, self._latency, seconds.append
         for instr in instrs:
             op, queue = instr.op, instr.queue
@@ -175,11 +181,16 @@ class Costs:
                 note(self._computing[op.visit] + self._overhead)
             elif isinstance(op, Gather | ReduceScatter):
                 wire += self._sent[op.group]
-                taken = self._sent[op.group] / self._wire + latency + self._hops_s
-                if isinstance(op, ReduceScatter) and self._across[op.group]:
-                    wire += self._across[op.group]
-                    taken += self._across[op.group] / self._between + self._copies_hops_s
-                note(taken)
+                abroad = self._shards[op.group] * self._elements[op.group] * self._abroad[type(op)]
+                network += abroad
+                sent, gathers = self._sent[op.group], isinstance(op, Gather)
+                taken = sent / self._gather if gathers else max(sent / self._link, abroad / self._adapter)
+                if not gathers and self._across[op.group]:
+                    across = self._across[op.group]
+                    wire += across
+                    network += across * self._nodes
+                    taken += across / self._between + self._copies_hops_s
+                note(taken + latency + self._hops_s)
             elif isinstance(op, Decide):
                 note(latency if self._sharded else 0.0)
             else:
@@ -187,11 +198,13 @@ class Costs:
                 cpu_bytes += count * (queue is Queue.CPU)
                 note(count / rates[queue] + latency)
         if self._played:
-            return Work(seconds, copied, wire, evictions, self._of_the_thread(instrs, seconds, slot_bytes))
+            return Work(
+                seconds, copied, wire, int(network), evictions, self._of_the_thread(instrs, seconds, slot_bytes)
+            )
         self._slow_copies(instrs, seconds, copied)
         if not self._beside:
             self._slow_cpu(instrs, seconds, cpu_bytes, sum(copied))
-        return Work(seconds, copied, wire, evictions, [])
+        return Work(seconds, copied, wire, int(network), evictions, [])
 
     def _of_the_thread(
         self, instrs: tuple[Instr, ...], seconds: list[float], slot_bytes: dict[int, int]

@@ -208,9 +208,14 @@ class _Wishes:
 
     def _scheduler(self, parts: Components, engine: Engine) -> Scheduler:
         """Return the scheduler that chooses the driver of each pass."""
+        ranks = processes = here = 1
+        if self.collectives is not None:
+            ranks, processes = self.collectives.ranks, self.collectives.processes
+            here = min(processes, self.collectives.local_ranks)
         setup = Setup(
-            ranks=1 if self.collectives is None else self.collectives.ranks,
-            copies=1 if self.collectives is None else self.collectives.processes // self.collectives.ranks,
+            ranks=ranks,
+            copies=processes // ranks,
+            ranks_per_node=here if ranks % here == 0 or here % ranks == 0 else None,
             precision=self.mode,
             accumulate=self.accumulation_steps,
             training=self.training,

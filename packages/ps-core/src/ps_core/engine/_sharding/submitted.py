@@ -42,7 +42,7 @@ class Submitted:
         """
         self.group = group
         self.done = False
-        """True once the other thread is done with it; that thread writes it."""
+        """True once the other thread is done with it, or has launched it on a stream; that thread writes it."""
         self._ordering, self._what, self._instr = ordering, what, instr
         self._shard, self._whole, self._scratch = shard, whole, scratch
         self._ready: Sequence[Event] = ()
@@ -64,7 +64,7 @@ class Submitted:
         self._pending = together.start(self._run)
 
     def _run(self, session: CollectiveSession) -> None:
-        buffers = self._ordering.begin(session, self._ready)
+        buffers = self._ordering.begin(session, self._ready, planned=True)
         if self._recorder is None:
             self._communicate(buffers)
         else:
