@@ -339,7 +339,8 @@ def slow_clock(
     program: Program, plan: Plan, machine: Machine, names: tuple[SegmentName, ...]
 ) -> tuple[list[list[float]], float]:
     """Begin of every instruction, segment by segment, comparing every pair."""
-    costs = Costs(program, plan.tiers, machine, program.ranks, beside=has_worker(program, plan))
+    per_node = program.ranks * program.copies
+    costs = Costs(program, plan.tiers, machine, per_node, beside=has_worker(program, plan))
     free = dict.fromkeys(Queue, 0.0)
     earlier: list[tuple[list[Piece], float]] = []
     begins = []
