@@ -442,12 +442,48 @@ def another_backward_pass() -> None:
     trained(Options(group_bytes=4096))
 
 
-@case("add_param_group: memory is laid out for the parameters that chunked() was given")
+@case("give it parameters that were frozen at chunked() or added since, or release(model)")
 def another_param_group() -> None:
+    model = net()
+    model[0].bias.requires_grad_(False)
+    model, optimizer = made(model)
+    with refused("add_param_group: '1.bias' is trained with param_groups[0] already; give it parameters that were"):
+        optimizer.add_param_group({"params": [model[1].bias], "lr": 0.5})
+    model[0].bias.requires_grad_(True)
+    model.append(nn.Linear(4, 4))
+    optimizer.add_param_group({"params": [model[0].bias, *model[2].parameters()], "lr": 0.5})
+    train(model, optimizer)
+    assert optimizer.param_groups[1]["param_names"] == ["0.bias", "2.weight", "2.bias"]
+    works(release(model), AdamW(groups=(Group(match=lambda name, _: name == "1.bias", lr=0.5),)))
+
+
+@case("add_param_group was given parameters that have gradients and are not the model's")
+def a_param_group_of_strangers() -> None:
     model, optimizer = made()
     added = nn.Linear(4, 4)
-    with refused("add the parameters to the model first, or release(model) and call chunked() again"):
-        optimizer.add_param_group({"params": list(added.parameters()), "lr": 0.5})
+    optimizer.add_param_group({"params": added.parameters(), "lr": 0.5})
+    added(model(X)).sum().backward()
+    with refused("add their module to the model, and call the model"):
+        optimizer.step()
+    optimizer.zero_grad()
+    added.zero_grad()
     model.append(added)
     train(model, optimizer)
-    works(release(model), AdamW(groups=(Group(match=lambda name, _: name.startswith("2."), lr=0.5),)))
+    release(model)
+
+
+@case("param_groups was assigned {} groups, expected {}: assign as many, and add others by add_param_group")
+def groups_assigned() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    model, optimizer = made(model)
+    kept = list(optimizer.param_groups)
+    optimizer.param_groups = [*kept, {**kept[0], "params": []}]
+    backward(model)
+    with refused("param_groups was assigned 2 groups, expected 1"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups = kept
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.5})
+    goes_on(model, optimizer)

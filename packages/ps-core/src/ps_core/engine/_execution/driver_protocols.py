@@ -47,6 +47,9 @@ class Hooks(Protocol):
     def shared(self) -> tuple[object, ...]:
         """Return the objects that a fake copy of the model shares with it."""
 
+    def train_unfrozen(self) -> None:
+        """Begin to train the parameters that were unfrozen since the last pass."""
+
     def install(self) -> None:
         """Install every hook on the model."""
 

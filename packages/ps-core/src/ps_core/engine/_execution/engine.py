@@ -65,7 +65,14 @@ class Engine:
         self.passes = PassTracker(parts, self.records, counters, constant_bytes, scheduler(self))
         self._deciding = StepDecisions(self.gradients)
         self.usability = Usability(store)
-        self.access = access = ParameterAccess(parts, self.passes, self.records, self._deciding, self.usability)
+        self.access = access = ParameterAccess(
+            parts,
+            self.passes,
+            self.records,
+            self._deciding,
+            self.usability,
+            lambda: self.management.train_unfrozen(),  # noqa: PLW0108 - `management` is made below
+        )
         self.saved, self.tables = access.saved, access.tables
         self.call, self.arrive, self.deliver = access.call, access.arrive, access.tables.deliver
         """The methods that parameters call most often (`_parameters.managed_parameter.ParameterOwner`)."""

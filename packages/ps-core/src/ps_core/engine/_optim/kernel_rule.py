@@ -128,6 +128,10 @@ class KernelRule:
             if key not in FREE and group.get(key, value) != value:
                 raise InvalidInput(f"{where}[{key!r}] is {group[key]!r}; the engine's {self.name} has only {value!r}")
 
+    def add_group(self, group: Mapping[str, Any]) -> None:
+        """Add a param group with these settings."""
+        self.groups.append({name: group[name] for name in self.groups[0]})
+
     def read(self, index: int, group: Mapping[str, Any]) -> StepSettings:
         """Read a param group. Values may be tensors, such as a learning rate that a compiled loop changes."""
         names = ("lr", "weight_decay", "momentum" if self.step_rule is StepRule.SGD else "eps")

@@ -51,6 +51,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._source, self._known = records, len(records)
         self._members = _members(rule.spec, records)
         self._groups_of = {record: index for index, rows in enumerate(self._members) for record in rows}
+        self._begun_with = {record for record in records if record.trainable}
+        self._unlisted: list[ParamState] = []
+        self._awaited: dict[int, tuple[torch.Tensor, int]] = {}
+        """Parameters that `add_param_group` was given and the model does not have yet: by id, with their group."""
         self._format = StateFormat(gradients, rule, self._kept, self._places)
         self._state = OptimizerState(self._format, list(self._records()), self._keys, self._replace)
         self._complete = False
@@ -152,18 +156,50 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _take_in(self) -> None:
         """Add parameters that were added to the model to the groups that match them."""
         added, self._known = self._source[self._known :], len(self._source)
+        self._state.add(added)
         for index, found in enumerate(_members(self.rule.spec, added)):
-            group = self.param_groups[index]
-            group["params"] += [record.parameter for record in found]
-            group["param_names"] += [record.name for record in found]
-            self._members[index] += found
-            self._groups_of.update(dict.fromkeys(found, index))
-            self._state.add(found)
+            for record in found:
+                _, chosen = self._awaited.pop(id(record.parameter), (None, index))
+                self._list(record, chosen)
+
+    def _list(self, record: ParamState, index: int) -> None:
+        """Put a parameter into a param group."""
+        self.param_groups[index]["params"].append(record.parameter)
+        self.param_groups[index]["param_names"].append(record.name)
+        self._members[index].append(record)
+        self._groups_of[record] = index
+
+    def _unlist(self, record: ParamState) -> None:
+        """Take a parameter out of its param group; the group's settings stay those of the parameter."""
+        index = self._groups_of[record]
+        place = self._members[index].index(record)
+        for rows in (self.param_groups[index]["params"], self.param_groups[index]["param_names"], self._members[index]):
+            del rows[place]
+
+    def _leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take frozen parameters out of the param groups until they are trained, or `add_param_group` names them."""
+        wanted = set(map(id, parameters))
+        for record in [each for each in self._records() if id(each.parameter) in wanted and not each.trainable]:
+            self._unlist(record)
+            self._unlisted.append(record)
 
     def settings(self) -> Callable[[ParamState], StepSettings]:
         """Return a function that returns a parameter's settings, as the groups have them now."""
         if len(self._source) > self._known:
             self._take_in()
+        for record in [each for each in self._unlisted if each.trainable]:
+            self._unlisted.remove(record)
+            self._list(record, self._groups_of[record])
+        if any(parameter.grad is not None for parameter, _ in self._awaited.values()):
+            raise InvalidInput(
+                "add_param_group was given parameters that have gradients and are not the model's: add their module to "
+                "the model, and call the model"
+            )
+        if len(self.param_groups) != len(self._members):
+            raise InvalidInput(
+                f"param_groups was assigned {len(self.param_groups)} groups, expected {len(self._members)}: assign as "
+                "many, and add others by add_param_group"
+            )
         found: dict[ParamState, StepSettings] = {}
         for index, (group, members) in enumerate(zip(self.param_groups, self._members, strict=True)):
             self._check_group(index, group, members)
@@ -271,16 +307,41 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self._take_in()
         return match_groups(self.rule, self.param_groups, list(map(len, self._members)), saved)
 
-    # ---- what torch's optimizers can do and this cannot ----
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group while the optimizer is being made; raise `InvalidInput` afterwards."""
-        if self._complete:
-            raise InvalidInput(
-                "add_param_group: memory is laid out for the parameters that chunked() was given; add the parameters "
-                "to the model first, or release(model) and call chunked() again with another Group"
-            )
-        super().add_param_group(param_group)
+        """Add a param group for parameters that were unfrozen, or added to the model, since `chunked`."""
+        if not self._complete:
+            super().add_param_group(param_group)
+            return
+        if len(self._source) > self._known:
+            self._take_in()
+        given = param_group["params"]
+        listed = [given] if isinstance(given, torch.Tensor) else list(given)
+        parameters = [each[1] if isinstance(each, tuple) else each for each in listed]
+        known = {id(record.parameter): record for record in self._groups_of}
+        found = [known[id(each)] for each in parameters if id(each) in known]
+        for record in found:
+            if record in self._begun_with or record.steps:
+                raise InvalidInput(
+                    f"add_param_group: {record.name!r} is trained with param_groups[{self._groups_of[record]}] "
+                    "already; give it parameters that were frozen at chunked() or added since, or release(model) and "
+                    "call chunked() again with another Group"
+                )
+        own = {**self.defaults, **{key: value for key, value in param_group.items() if key != "params"}}
+        index = len(self.param_groups)
+        self.rule.check("add_param_group", own)
+        self.rule.add_group(own)
+        self._members.append([])
+        super().add_param_group({**own, "params": [], "param_names": []})
+        for record in found:
+            if record in self._unlisted:
+                self._unlisted.remove(record)
+            else:
+                self._unlist(record)
+            self._begun_with.add(record)
+            self._list(record, index)
+        self._awaited |= {id(each): (each, index) for each in parameters if id(each) not in known}
+
+    # ---- what torch's optimizers can do and this cannot ----
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidInput(

@@ -64,6 +64,10 @@ class OptimizerRule(Protocol):
         """Raise `InvalidInput` if a param group has settings that are not supported."""
         ...
 
+    def add_group(self, group: Mapping[str, Any]) -> None:
+        """Add a param group after `chunked`; raise `InvalidInput` if its settings imply other states."""
+        ...
+
     def check_parameter(self, index: int, name: str, shape: Sequence[int]) -> None:
         """Raise `InvalidInput` if a parameter that is trained since `chunked` cannot be stepped."""
         ...

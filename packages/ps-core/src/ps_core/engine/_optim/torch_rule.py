@@ -86,6 +86,15 @@ class TorchRule:
     def check(self, where: str, group: Mapping[str, Any]) -> None:
         """Do nothing: PyTorch implements every setting."""
 
+    def add_group(self, group: Mapping[str, Any]) -> None:
+        """Add a param group, whose settings may not imply other states; it has the class of the first one."""
+        self._steppers.append(self._steppers[0])
+        try:
+            self.read(len(self._steppers) - 1, group)
+        except InvalidInput:
+            self._steppers.pop()
+            raise
+
     def check_parameter(self, index: int, name: str, shape: Sequence[int]) -> None:
         """Raise `InvalidInput` if a parameter that is trained since cannot be stepped, or has no room for states."""
         for state, place in self._places(index, name, shape).items():
