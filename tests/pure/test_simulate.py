@@ -434,7 +434,7 @@ def test_the_engine_is_never_faster_than_the_bound(seed: int, origin: str, itera
 
 def has_worker(program: Program, plan: Plan) -> bool:
     """Whether a thread does the processor's work, beside the accelerator."""
-    return program.ranks == 1 and plan.tiers[0].name == "device"
+    return not program.sharded and plan.tiers[0].name == "device"
 
 
 def held_up(one: Segment) -> bool:

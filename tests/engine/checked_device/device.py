@@ -18,7 +18,16 @@ import torch
 
 from checked_device.addresses import AddressNames
 from checked_device.faults import InjectedFault
-from checked_device.race_check import LANES, START, WORKER, Clock, History, Lane, RaceDetector, Range
+from checked_device.race_check import (
+    QUEUES_AND_WORKER,
+    START,
+    WORKER,
+    Clock,
+    History,
+    QueueOrWorker,
+    RaceDetector,
+    Range,
+)
 from checked_device.worker import CheckedWorker, WorkMark
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import Queue
@@ -102,7 +111,7 @@ class CheckedDevice(CpuDevice):
         self._launch(Queue.DISK_W, "disk write", (source,), (), ((), to_disk))
         self._later(Queue.DISK_W, partial(self._file.write, place, start, self._places.bytes_of(source)))
 
-    def _later(self, queue: Lane, work: Callable[[], object]) -> None:
+    def _later(self, queue: QueueOrWorker, work: Callable[[], object]) -> None:
         if self.delays is None:
             work()
         else:
@@ -121,7 +130,7 @@ class CheckedDevice(CpuDevice):
 
     def _launch(
         self,
-        queue: Lane,
+        queue: QueueOrWorker,
         what: str,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
@@ -195,7 +204,7 @@ class CheckedDevice(CpuDevice):
         if self._ordering is not None:
             self._ordering.synchronize()
         if self.delays is not None:
-            for queue in LANES:
+            for queue in QUEUES_AND_WORKER:
                 self.delays.perform(queue)
         self._worker.synchronize()
 
@@ -234,22 +243,24 @@ class _Delays:
         self._random = Random(seed)
         self._eagerness = [self._random.choice((0.0, 0.1, 0.7)) for _ in Queue]  # one may be quick, another slow
         self._eagerness.append(Random(-seed).choice((0.0, 0.1, 0.7)))
-        self._todo: list[deque[Mark | Callable[[], object]]] = [deque() for _ in LANES]
-        self._begun = [0 for _ in LANES]  # Invariant: position(queue) operations launched, of which todo are left
+        self._todo: list[deque[Mark | Callable[[], object]]] = [deque() for _ in QUEUES_AND_WORKER]
+        self._begun = [
+            0 for _ in QUEUES_AND_WORKER
+        ]  # Invariant: position(queue) operations launched, of which todo are left
 
-    def position(self, queue: Lane) -> int:
+    def position(self, queue: QueueOrWorker) -> int:
         """How many operations were launched on a queue."""
         return self._begun[queue] + len(self._todo[queue])
 
-    def begun(self, queue: Lane) -> int:
+    def begun(self, queue: QueueOrWorker) -> int:
         """How many of them are done."""
         return self._begun[queue]
 
-    def later(self, queue: Lane, work: Callable[[], object]) -> None:
+    def later(self, queue: QueueOrWorker, work: Callable[[], object]) -> None:
         """To be done later."""
         self._todo[queue].append(work)
 
-    def wait(self, queue: Lane, event: Mark) -> None:
+    def wait(self, queue: QueueOrWorker, event: Mark) -> None:
         """What follows is to be done after an event."""
         if queue is Queue.CPU:
             self.perform(event.queue, event.position)
@@ -258,11 +269,11 @@ class _Delays:
 
     def stir(self) -> None:
         """Perhaps do a thing or two."""
-        for queue, eagerness in zip(LANES, self._eagerness, strict=True):
+        for queue, eagerness in zip(QUEUES_AND_WORKER, self._eagerness, strict=True):
             if self._todo[queue] and self._random.random() < eagerness:
                 self.perform(queue, self._begun[queue] + 1)
 
-    def perform(self, queue: Lane, position: int | None = None) -> None:
+    def perform(self, queue: QueueOrWorker, position: int | None = None) -> None:
         """Do a queue's operations up to a position (None: all), each after what it waits for."""
         goals = [(queue, self.position(queue) if position is None else position)]
         while goals:
