@@ -93,8 +93,9 @@ process), blocks recomputed in backward, the loss in chunks of rows. *Peaks* are
 of host memory. TFLOPS count 8 operations per parameter and token, per GPU. *Published* is PatrickStar (arXiv
 2108.05818; IEEE TPDS 34(1)), read off its plots, at a batch of its choice.
 
-*Step* is with forward, backward and optimizer one after the other, as several processes do it; *bound* is what the
-plan would allow, were they to overlap. Several processes follow [one plan](distributed.md#order), made as these are.
+*Step* is as the engine runs the plan: a process's cores step its shards beside the next forward pass. *Bound* is what
+the plan would allow, were everything to overlap. Several processes follow [one plan](distributed.md#order), made as
+these are.
 
 `pstar plan gpt-175b --gpus 512 --nodes 64 --machine a100-40` asks for one such row.
 
@@ -110,12 +111,12 @@ what NCCL does for gathers and sums of this kind.
 TAIL = """
 ## Where this is off
 
-- **The published points are slower**: 110 TFLOPS where 140 are predicted (32 GPUs), 126 where 152 are (64), so the
-  prediction is too high by 27 and by 21 per cent. Both rise from 32 to 64 GPUs, which leave less to step and to move on
-  each. The A100's rate for matrix work in the machine file is that of well-tuned code of later years, and the published
-  system paid for moves that nothing hid, at a batch and on a network that are not known here. Nothing is fitted: a
-  machine file with the rates a cluster reaches (`pstar doctor --calibrate` on one of its nodes) says more than this
-  page.
+- **The published points are slower**: 110 TFLOPS where 157 are predicted (32 GPUs), 126 where 157 are (64), so the
+  prediction is too high by 43 and by 25 per cent. They rise from 32 to 64 GPUs, which leave less to step and to move on
+  each; in the prediction all of that is hidden already. The A100's rate for matrix work in the machine file is that of
+  well-tuned code of later years, and the published system paid for moves that nothing hid, at a batch and on a network
+  that are not known here. Nothing is fitted: a machine file with the rates a cluster reaches (`pstar doctor
+  --calibrate` on one of its nodes) says more than this page.
 - **Up to a few hundred GPUs** the model says that the network does not matter for batches like these: a step computes
   for longer than it gathers. Stragglers, congestion, and adapters that are shared with storage are not in it, and
   they are what large clusters lose most to.
