@@ -63,6 +63,10 @@ class Pending:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
     def wait(self) -> None:
         self._future.result(_PATIENCE_S)
 

@@ -340,7 +340,7 @@ def slow_clock(
 ) -> tuple[list[list[float]], float]:
     """Begin of every instruction, segment by segment, comparing every pair."""
     per_node = program.ranks * program.copies
-    costs = Costs(program, plan.tiers, machine, per_node, beside=has_worker(program, plan))
+    costs = Costs(program, plan.tiers, machine, per_node, beside=has_worker(plan))
     free = dict.fromkeys(Queue, 0.0)
     earlier: list[tuple[list[Piece], float]] = []
     begins = []
@@ -422,7 +422,7 @@ def test_the_engine_is_never_faster_than_the_bound(seed: int, origin: str, itera
     found = simulate(program, plan, machine, iterations=iterations)
     assert found.step_time_s >= found.bound_step_time_s * (1 - 1e-12)
     assert found.step_time_s >= max(found.busy_s.values()) * (1 - 1e-12)
-    if has_worker(program, plan):
+    if has_worker(plan):
         return
     names = program.iteration()
     alone = sum(slow_clock(program, plan, machine, (name,))[1] for name in names)
@@ -432,9 +432,9 @@ def test_the_engine_is_never_faster_than_the_bound(seed: int, origin: str, itera
         assert found.step_time_s == pytest.approx(alone)
 
 
-def has_worker(program: Program, plan: Plan) -> bool:
+def has_worker(plan: Plan) -> bool:
     """Whether a thread does the processor's work, beside the accelerator."""
-    return not program.sharded and plan.tiers[0].name == "device"
+    return plan.tiers[0].name == "device"
 
 
 def held_up(one: Segment) -> bool:

@@ -102,10 +102,14 @@ class CudaBackend:
         columns = torch.tensor(table, dtype=torch.int64, device="cpu").to(
             like.device
         )  # waits, so that any stream may read it
+        readers = set[torch.cuda.Stream]()
 
         def copy(_keep: Batch = batch) -> None:
             if like.is_cuda:
-                columns.record_stream(torch.cuda.current_stream(like.device))
+                stream = torch.cuda.current_stream(like.device)
+                if stream not in readers:  # once is enough: it counts when the table is freed
+                    readers.add(stream)
+                    columns.record_stream(stream)
             if tiles:
                 self._copy(columns, tiles, like)
 

@@ -11,8 +11,8 @@ pass. Where a step begins the host thread waits for everything, since it must kn
 long as its step segment and its passes one after the other.
 
 With a disk, the host thread also waits for the disk where a pass begins. Two kinds of plan are carried out differently.
-With several processes, and where the processor computes, the host thread does the work of the processor's queue itself.
-On an emulated accelerator one thread does almost everything; see `emulated_timing`.
+Where the processor computes, the host thread does the work of the processor's queue itself. On an emulated accelerator
+one thread does almost everything; see `emulated_timing`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Issuing:
         if program.ranks % per_node and per_node % program.ranks:
             raise InvalidInput(f"a copy of {program.ranks} processes neither fills nor divides nodes of {per_node}")
         self._played = machine.played_copy_bandwidth > 0
-        self._worker = not program.sharded and tiers[0].name == "device" and not self._played
+        self._worker = tiers[0].name == "device" and not self._played
         self._in_backward = in_backward and self._worker
         self._costs = Costs(program, tiers, machine, per_node, beside=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node

@@ -195,13 +195,16 @@ class PlanDriver:
 
     def _wait_for_others(self, instr: Instr) -> None:
         """Make the instruction's queue wait for the instructions on other queues that it depends on."""
+        self._wait(instr.queue, [self._events[wait] for wait in self._waits[instr.id]])
+
+    def _wait(self, queue: Queue, events: list[Event]) -> None:
+        """Make a queue wait for events of other queues."""
         started = time.perf_counter()
-        events = [self._events[wait] for wait in self._waits[instr.id]]
         for event in events:
-            if self._worker is not None and instr.queue is Queue.CPU:
+            if self._worker is not None and queue is Queue.CPU:
                 self._worker.wait(event)
             else:
-                self._device.wait(instr.queue, event)
+                self._device.wait(queue, event)
         self._counters.waited(time.perf_counter() - started)
 
     def _wait_for_worker(self, instr: Instr) -> None:

@@ -14,6 +14,10 @@ from ps_core._collectives import Collectives
 class Pending(Protocol):
     """A collective that has been submitted."""
 
+    @property
+    def done(self) -> bool:
+        """Return True if `wait` returns, or raises, at once."""
+
     def wait(self) -> None:
         """Wait until its result may be read and its buffers reused."""
 

@@ -97,7 +97,7 @@ class CudaRuntime(Protocol):
         """Launch a copy on a stream; the host thread does not wait if its memory is pinned."""
 
     def used_by(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep the allocator from reusing the tensor's memory before the stream has got this far."""
+        """Keep the allocator from reusing the tensor's memory, once it is freed, before the stream has got that far."""
 
     def allocated(self) -> Allocated:
         """Return the allocator's current bytes, its peak, and how often memory ran out."""
