@@ -86,6 +86,18 @@ def choose(
         return words, each.statistics().transport, played.dropped
 
 
+def choose_by_rates(
+    each: ps_dist.TorchCollectives, transport: str | None, slow: tuple[int, ...]
+) -> tuple[str | None, str, int]:
+    """The same, where the links of the cards of some ranks are slower than host memory."""
+    played = Played(each, "", 0)
+    choice = TransportChoice(transport, played, each._watchdog._store, 60)
+    with as_if_each_had_a_card(each):
+        words = choice(each, CPU, "links are slow" if each.mesh.rank in slow else "")
+        check_gather(each)
+        return words, each.statistics().transport, played.dropped
+
+
 def check_gather(each: ps_dist.TorchCollectives) -> None:
     """Whatever was decided, it works."""
     rank, ranks = each.rank, each.ranks

@@ -30,7 +30,7 @@ from ps_dist._shard_answers import Answer, ShardAnswers, refuses
 from ps_dist._sharing import Sharing
 from ps_dist._watchdog import Watchdog
 
-Choose: TypeAlias = "Callable[[TorchCollectives, torch.device], str | None]"
+Choose: TypeAlias = "Callable[[TorchCollectives, torch.device, str], str | None]"
 """See `TorchCollectives.reach`."""
 _SHOWN_BYTES = 120
 """Bytes of a value that differs between ranks, in the message."""
@@ -191,14 +191,15 @@ class TorchCollectives:
         """The only CUDA device whose memory this process can use in collectives; None: any."""
         return None if self._nccl is None else self._nccl.device.index
 
-    def reach(self, where: torch.device) -> str | None:
+    def reach(self, where: torch.device, why_by_host: str = "") -> str | None:
         """Decide what memory of this CUDA device travels by, all processes at once; the first decision stays.
 
+        ``why_by_host``: why shared host memory is faster than NCCL, by this process's figures; empty: it is not.
         Returns why it goes through the host's memory, once, where the user did not ask for that. Raises `InvalidInput`
         on all ranks if what the user asked for does not work.
         """
         self._check_open("CUDA")
-        return self._choose(self, where)
+        return self._choose(self, where, why_by_host)
 
     def nccl_messages(self, group: Any, device: torch.device) -> NcclMessages:
         """Make messages of this device's memory; ``group``: NCCL's, or None where one process sends nothing."""

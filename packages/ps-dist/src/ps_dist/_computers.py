@@ -1,10 +1,11 @@
 """Messages between ranks of several computers, where the ranks of each computer share its host memory.
 
 [Note: once a computer]
-A shard that is gathered crosses the network once for each other computer. One rank of that computer *fetches* it, in
-turn by shard; the others read it in that rank's memory. A sum is of contributions in rank order. To add those of one
-computer first would change its bits. So each contribution of another computer crosses by itself, to the shard's owner
-alone, and those of the own computer are read where they are. Small messages go directly, for the time of one message.
+A shard that is gathered crosses the network once for each other computer. One rank of that computer *fetches* it; its
+ranks fetch the same number of shards, within one. The others read it in that rank's memory. A sum is of contributions
+in rank order. To add those of one computer first would change its bits. So each contribution of another computer
+crosses by itself, to the shard's owner alone. Those of the own computer are read where they are. Small messages go
+directly, for the time of one message.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ class _Route:
             here = [peer for peer in peers if peer in computer]
             if not here:
                 continue
-            turns = {peer: here[turn % len(here)] for turn, peer in enumerate(p for p in peers if p not in computer)}
+            foreign = [peer for peer in peers if peer not in computer]
+            fetchers = {peer: here[place % len(here)] for place, peer in enumerate(foreign)}
             if rank in here:
-                others, fetched_by = tuple(peer for peer in here if peer != rank), turns
+                others, fetched_by = tuple(peer for peer in here if peer != rank), fetchers
             else:
-                receivers.append(turns[rank])
+                receivers.append(fetchers[rank])
         return _Route(others, tuple(receivers), fetched_by)
 
 

@@ -4,8 +4,8 @@
 Where ranks follow a plan, it fixes the order of collectives. One is launched on its stream like a copy. Nothing is said
 before it, and no thread waits after it. NCCL has no tags, so ranks that launch different collectives may exchange
 anything. Each has entered its own in its history, though. The next message in the host's memory carries the fingerprint
-of them all (see [Note: fingerprints]): that of a step at the latest, before any weight is changed by what came. A call
-that another rank does not answer occupies the device. The watchdog finds it by two marks on the stream, one before and
+of them all (see [Note: fingerprints]). That is a step's at the latest, before what came changes any weight. A call that
+another rank does not answer occupies the device. The watchdog finds it by two marks on the stream, one before and
 one behind the call. It names the rank as in any other wait, and aborts NCCL.
 
 [Note: confirming first]

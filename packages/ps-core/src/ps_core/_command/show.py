@@ -9,6 +9,7 @@ from ps_core._command.forecast import Forecast, Subject, Training
 from ps_core._command.largest_model import Largest
 from ps_core._errors import DoesNotFit
 from ps_core._simulate.clock import Prediction
+from ps_core._simulate.transport import transport
 from ps_core._trace import Trace
 from ps_core._units import format_bytes, format_count
 
@@ -158,6 +159,10 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
         )
     lines += ["", "  moved each step, each process"]
     lines += [f"  {name:<20}{format_bytes(count):>12}" for name, count in told.moved_bytes.items()]
+    cluster = found.training.cluster
+    if cluster.gpus > 1 and cluster.device_memory:
+        way = transport(found.training.machine, ranks=cluster.gpus, ranks_per_node=cluster.ranks_per_node)
+        lines.append(f"  wire by               {way.why}")
     lines += [
         "",
         f"  {'step':<20}{_seconds(told.step_time_s):>12}  forward {_seconds(told.forward_s)}, backward "

@@ -14,7 +14,8 @@ Bytes are counted once in each direction, per element (16-bit weights; fp32 in b
     Shift       its bytes in and out
     Run         each activation that the moment makes or takes, in and out: it is copied into its slot, or out of it
     Gather      what a rank receives, (p-1)/p of the gathered bytes, at the slower of a GPU's link to its neighbours and
-                its node's adapters together (a shard comes to each node once), and a ring's hops
+                its node's adapters together (a shard comes to each node once), and a ring's hops; the link is the
+                faster of two, see `transport`
     ReduceScatter    the same bytes at the GPU's link, or those of other nodes at its part of the node's adapters, which
                 ever takes longer: each rank's gradients come by themselves, to be added in rank order
 
@@ -56,6 +57,7 @@ from ps_core._plan import (
 from ps_core._program import Program
 from ps_core._simulate.cluster import LINK_HOP_S, NODE_HOP_S, ring_s
 from ps_core._simulate.machine import Machine
+from ps_core._simulate.transport import transport
 from ps_core._trace import Phase
 
 COUNTED = (Step, Norm, Accumulate, Cast)
@@ -125,7 +127,10 @@ class Costs:
             Queue.CPU: host,
         }
         ranks = program.ranks
-        link, adapter = machine.collective_bandwidth, machine.internode_bandwidth
+        link, adapter, ring = machine.collective_bandwidth, machine.internode_bandwidth, True
+        if tiers[0].name == "device" and not machine.played_copy_bandwidth:
+            chosen = transport(machine, ranks=ranks, ranks_per_node=ranks_per_node)
+            link, ring = chosen.bandwidth, not chosen.by_host
         self._link = link
         self._gather = min(link, adapter * ranks_per_node) if ranks > ranks_per_node else link
         self._adapter = adapter
@@ -145,7 +150,7 @@ class Costs:
         weights = [size % 4 for size in elements]  # 2 bytes in 16 bits; in fp32 the weight is the master
         states = 8 * (1 + program.states)
         self._step = [states + norm + weight for norm, weight in zip(self._norm, weights, strict=True)]
-        self._hops_s = ring_s(ranks, min(ranks, ranks_per_node))
+        self._hops_s = ring_s(ranks, min(ranks, ranks_per_node)) if ring else 0.0
         self._accumulate = [4 + (4 if program.sharded else size) for size in elements]
 
     def _around_products(self, program: Program, elements: list[int]) -> Iterator[float]:

@@ -90,7 +90,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         warn_of_gradients(model)
     where = resolve_device(device, pin=options.pin)
     joining = SingleProcess() if collectives is None else GroupJoin(collectives)
-    joining.check(where)
+    joining.check(where, options.machine)
     tiers = tier_budgets(where, budget, joining.sharers)
     packing = wishes.pack(tiers, ties)
     joining.share(packing, rule, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")

@@ -116,10 +116,11 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
     def staging_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """Return the staging bytes with which a device's collectives go in one piece; 0 if they need none."""
 
-    def reach(self, where: torch.device) -> str | None:
+    def reach(self, where: torch.device, why_by_host: str = "") -> str | None:
         """Decide, all ranks at once, what memory of this CUDA device travels by. Return a message, or None.
 
-        The decision holds for every model from then on.
+        ``why_by_host``: why shared host memory is faster here; empty if it is not. The decision holds for every model
+        from then on.
         """
 
     @property
