@@ -221,7 +221,7 @@ class _Wishes:
         if isinstance(parts.residency, ShardedResidency) and isinstance(parts.demand, ShardedDriver):
             why = why_unplanned(engine, setup)
             if not why:
-                return RanksScheduler(engine, setup, model_name=name, options=options, cast=cast, demand=parts.demand)
+                return RanksScheduler(engine, setup, model_name=name, options=options, cast=cast)
             if self.training and setup.ranks > 1 and self.collectives is not None and self.collectives.process == 0:
                 log_line(f"{name}: passes follow no plan, as {why}: ranks agree on every gather and sum as they go")
             return ShardedScheduler(parts.residency, parts.demand, training=self.training)

@@ -22,6 +22,7 @@ class OnDemandDriver:
 
     tracked = True
     """True: non-model bytes have to be counted while this drives."""
+    follows_plan = False
 
     def __init__(self, residency: Residency, gradients: GradientStore) -> None:
         self._residency = residency

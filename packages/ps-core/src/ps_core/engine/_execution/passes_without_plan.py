@@ -17,6 +17,8 @@ from ps_core.engine._tracing.pass_recording import PassRecording
 class ResidentDriver:
     """Drive the passes of an engine with one tier: only the first pass's peak is measured."""
 
+    follows_plan = True
+
     def __init__(self, *, tracked: bool) -> None:
         self.tracked = tracked
 
@@ -49,9 +51,10 @@ class NoPlanScheduler:
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Do nothing: there is nothing to prepare."""
 
-    def driver_for_pass(self, training: bool) -> PassDriver:
+    def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
         """Return the on-demand driver."""
-        self._demand.begin_pass(training=training)
+        if not backward:
+            self._demand.begin_pass(training=training)
         return self._demand
 
     def forget_plan(self) -> None:

@@ -199,9 +199,11 @@ class PlanScheduler:
                 engine.store.ledger.note_foreseen(error.needed_bytes)
             log_line(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
 
-    def driver_for_pass(self, training: bool) -> PassDriver:
+    def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
         """Choose the plan's driver where the plan serves the pass, else the on-demand driver."""
         engine, plan = self._engine, self._plan
+        if backward and not engine.resident:
+            return engine.passes.demand
         self._served, self._batch = self._batch, None
         if engine.resident:
             return ResidentDriver(tracked=not (self._measured and self._planned_for.covers(self._served)))

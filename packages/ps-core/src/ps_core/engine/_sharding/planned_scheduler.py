@@ -25,12 +25,11 @@ from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
+from ps_core.engine._sharding.following_driver import UnplannedDriver
 from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts
 from ps_core.engine._sharding.planned_driver import RanksPlanDriver, following_driver
-from ps_core.engine._sharding.sharded_driver import ShardedDriver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.sharded_scheduler import ShardedScheduler
 from ps_core.engine._support.log import log_line
 from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.pass_recording import PassRecording
@@ -50,20 +49,15 @@ class RanksScheduler(PlanScheduler):
         model_name: str,
         options: Options,
         cast: torch.dtype | None,
-        demand: ShardedDriver,
     ) -> None:
         assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
         self._together: AsyncCollectives = engine.residency.together
-        self._demand = demand
         super().__init__(engine, setup, model_name=model_name, options=options, cast=cast)
         self._tried = True  # the first pass runs on demand
         assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
         self._shards, self._sums, self._alike = engine.residency, engine.gradients, engine.gradients.alike
-        self._on_demand = ShardedScheduler(self._shards, demand, training=True)
-        """Looks at batches before passes that follow no plan."""
         self._shards.serve()
         self._shards.promoter.stop()
-        demand.record_all()
         self._plans_made = 0
         """How often the ranks told each other what they recorded; the same on all ranks."""
         self._steps_until_plan = 0
@@ -80,27 +74,30 @@ class RanksScheduler(PlanScheduler):
         return RanksPlanDriver(plan, segment, self._shards, self._sums, self._engine.counters, tracked=tracked)
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Look at the batch that the root module is called with, for a pass by the plan or on demand."""
-        self._on_demand.before_forward(module, args, kwargs)
+        """Look at the batch that the root module is called with."""
         self._batch = self._batch_of(args, kwargs)
 
-    def driver_for_pass(self, training: bool) -> PassDriver:
-        """Choose the plan's driver where the plan serves the pass, else one that follows the plan's collectives.
+    def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
+        """Choose the plan's driver where the plan serves the pass, else one that needs no plan.
 
         Whether a pass goes by the plan is decided by what is the same on all ranks.
         """
-        self._demand.begin_pass(training=training)
-        plan, batch = self._plan, self._batch
+        plan, batch = self._plan, None if backward else self._batch
         self._served, self._batch = batch, None
-        if plan is None:
-            return self._demand
-        if batch is None or self._has_gradients_over_weights() or (training and self._has_sums_besides(plan)):
-            with self._shards.moving:
-                self._homes.move_down()
-            return self._demand
         if training and self._sums.passes and not self._engine.holds_gradients():
             self._sums.end_step()  # what there was, was forgotten
         self._alike.compare()
+        if (
+            plan is None
+            or batch is None
+            or self._has_gradients_over_weights()
+            or (training and self._has_sums_besides(plan))
+        ):
+            with self._shards.moving:
+                self._homes.move_down()
+            if training:
+                self._sums.begin_pass()
+            return UnplannedDriver(self._shards, self._sums, self._engine.counters, training=training)
         micro = plan.micro_segments
         segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
         if training:
@@ -128,7 +125,6 @@ class RanksScheduler(PlanScheduler):
         """Drop the plan and the order of collectives, because groups change on all ranks."""
         with self._shards.moving:
             super().forget_plan()
-        self._on_demand.forget_plan()
         self._tried, self._refused, self._plans_made, self._steps_until_plan = True, None, 0, 0
 
     def plan_abandoned(self) -> None:

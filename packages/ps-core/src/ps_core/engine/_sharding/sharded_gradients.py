@@ -76,7 +76,7 @@ class ShardedGradients(GradientStore):
             slot.flat(record.dtype, record.numel).fill_(-0.0)
         target = slot.flat(record.dtype, record.numel).as_strided(record.shape, record.stride)
         self._store.device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
-        target.add_(gradient)
+        target.add_(gradient.to(target.device))
 
     def forget_left_over(self, records: Iterable[ParamState]) -> None:
         """Forget that this rank gave gradients of these parameters, and those that no sum has taken."""
