@@ -48,11 +48,11 @@ class ShardedResidency(Residency):
         self._ask: Callable[[int, int], list[torch.Tensor]] | None = None
         self.moving = Lock()
         """Held while a plan moves shards, and while another thread reads one."""
-        self._steps = 0
-        """Optimizer steps that are over: every rank's weights are of the same step when it answers for its shard."""
-        self._stepped = Condition(self.moving)
-        self._step_over: list[Event] = []
-        """Events behind the last step on every queue."""
+        self._changes = 0
+        """Optimizer steps, and changes of groups, that are over; a rank answers for its shard after as many."""
+        self._changed_shards = Condition(self.moving)
+        self._change_over: list[Event] = []
+        """Events behind the last change on every queue."""
         self.promoter = ShardPromoter(self, groups)
         self.forwards = 0
         """Forward passes begun in this pass whose activations wait for backward."""
@@ -168,49 +168,49 @@ class ShardedResidency(Residency):
         """Answer other ranks' questions for shards, on whatever thread, as long as this object lives."""
         answer = WeakMethod(self.answer)
 
-        def answer_if_alive(index: int, steps: int) -> torch.Tensor | None:
+        def answer_if_alive(index: int, changes: int) -> torch.Tensor | None:
             found = answer()
-            return torch.empty(0, dtype=torch.uint8, device="cpu") if found is None else found(index, steps)
+            return torch.empty(0, dtype=torch.uint8, device="cpu") if found is None else found(index, changes)
 
         self._ask = self.together.serve(answer_if_alive)
 
-    def answer(self, index: int, steps: int) -> torch.Tensor | None:
-        """Return this rank's shard of a group's weight after so many steps; None: this rank's step goes on still.
+    def answer(self, index: int, changes: int) -> torch.Tensor | None:
+        """Return this rank's shard of a group's weight after so many changes; None: the last one goes on still.
 
         Called by another thread, for a rank that is in a pass. So no rank begins the next step meanwhile, but this one
         may not have ended the step before. The weight's own shard may be overwritten by a sum; the master rounds to
         the same.
         """
-        group = self.groups[index]
-        kind = Kind.P32 if group.trainable else group.weight
-        with self._stepped:
-            if not self._stepped.wait_for(lambda: self._steps >= steps, _PATIENCE_S):
+        with self._changed_shards:
+            if not self._changed_shards.wait_for(lambda: self._changes >= changes, _PATIENCE_S):
                 return None
-            for event in self._step_over:
+            for event in self._change_over:
                 event.block()
+            group = self.groups[index]
+            kind = Kind.P32 if Kind.P32 in group.chunks else group.weight
             chunk = group.chunks[kind]
             slots = [slot for slot in (chunk.home, *chunk.copies.values()) if slot.version == chunk.version]
             source = max(slots, key=lambda slot: slot.tier)  # the host's, if any: an accelerator may be waiting
             values = source.flat(group.dtype_of(kind), group.shard_numel).to("cpu", group.dtype, copy=True)
         return values.view(torch.uint8)
 
-    def end_step(self) -> None:
-        """Note that this rank's shards are those after one more step, and let answers for them go."""
+    def end_change(self) -> None:
+        """Note that this rank's shards are those after one more step, or change of groups; answer for them."""
         store = self.store
         if self._ask is None:
             return
         over: list[Event] = [] if store.synchronous else [store.device.record(queue) for queue in ORDERED_QUEUES]
         if store.device.worker is not None:
             over.append(store.device.worker.launch("the end of a step", (), (), _nothing))
-        with self._stepped:
-            self._steps += 1
-            self._step_over = over
-            self._stepped.notify_all()
+        with self._changed_shards:
+            self._changes += 1
+            self._change_over = over
+            self._changed_shards.notify_all()
 
     def ask_for(self, group: ParamGroup, whole: torch.Tensor) -> None:
         """Fill ``whole`` with a group's weight, of which other ranks answer with their shards."""
         assert self._ask is not None, "`serve` was called"
-        for rank, shard in enumerate(self._ask(group.index, self._steps)):
+        for rank, shard in enumerate(self._ask(group.index, self._changes)):
             whole[rank * group.shard_numel : (rank + 1) * group.shard_numel].copy_(shard.view(group.dtype))
 
     def release_unaliased(self) -> None:

@@ -54,6 +54,7 @@ class ShardedStepper(OnDemandStepper):
 
     def write(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Write as one process does; the other ranks must write the same."""
+        self._alike.before_write()
         of = "" if kind in (Kind.P32, record.group.weight) else "the optimizer's state of "
         self._alike.note(f"{of}{record.name!r} was written", f"{kind.value} {checksum(value)}")
         super().write(record, kind, value)
@@ -90,5 +91,5 @@ class ShardedStepper(OnDemandStepper):
         super().free_sums()
         self._shards.forget()
         self._left_over.end_step()
-        self._shards.end_step()
+        self._shards.end_change()
         self._shards.promoter.promote()
