@@ -45,9 +45,8 @@ from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.join_ranks import GroupJoin, SingleProcess
 from ps_core.engine._sharding.planned_scheduler import RanksScheduler, why_unplanned
-from ps_core.engine._sharding.sharded_driver import ShardedDriver, sharded_components
+from ps_core.engine._sharding.sharded_driver import sharded_components
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.sharded_scheduler import ShardedScheduler
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.log import log_line
 from ps_core.engine._unmatched_patterns import log_unmatched_patterns, warn_of_gradients
@@ -218,13 +217,11 @@ class _Wishes:
             step_in_backward=self.options.step == IN_BACKWARD,
         )
         name, options, cast = type(self.model).__name__, self.options, self.cast
-        if isinstance(parts.residency, ShardedResidency) and isinstance(parts.demand, ShardedDriver):
+        if isinstance(parts.residency, ShardedResidency):
             why = why_unplanned(engine, setup)
-            if not why:
-                return RanksScheduler(engine, setup, model_name=name, options=options, cast=cast)
-            if self.training and setup.ranks > 1 and self.collectives is not None and self.collectives.process == 0:
-                log_line(f"{name}: passes follow no plan, as {why}: ranks agree on every gather and sum as they go")
-            return ShardedScheduler(parts.residency, parts.demand, training=self.training)
+            if why and self.training and setup.ranks > 1 and parts.residency.together.process == 0:
+                log_line(f"{name}: passes follow no plan, as {why}: ranks ask each other for weights")
+            return RanksScheduler(engine, setup, model_name=name, options=options, cast=cast, plans=not why)
         return PlanScheduler(engine, setup, model_name=name, options=options, cast=cast)
 
 

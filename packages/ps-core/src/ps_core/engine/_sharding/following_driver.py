@@ -81,6 +81,8 @@ class FollowingDriver:
         if self._larger:
             for group in self._droppable():
                 self._drop(group)
+            while self._move_down(final=True):
+                pass
         self._shards.release_unaliased()
         for group in groups:
             if group.weight_chunk.newest(0) is None:
@@ -203,17 +205,20 @@ class FollowingDriver:
             self._move(slot, near)
         return near, records
 
-    def _move_down(self) -> bool:
-        """Move the gradients of one group to host memory; return False if none are left on the compute tier."""
+    def _move_down(self, *, final: bool = False) -> bool:
+        """Move the gradients of one group to host memory; return False if none are left on the compute tier.
+
+        ``final``: only groups to which no gradient comes any more.
+        """
         if len(self._store.tiers) == 1:
             return False
-        group = next((group for group, (slot, _) in self._staged.items() if not slot.tier), None)
-        if group is not None:
-            slot, records = self._staged[group]
-            below = self._store.reserve(1, slot.bytes)
-            self._move(slot, below)
-            self._staged[group] = below, records
-        return group is not None
+        for group, (slot, records) in self._staged.items():
+            if not slot.tier and (not final or self._is_final(group)):
+                below = self._store.reserve(1, slot.bytes)
+                self._move(slot, below)
+                self._staged[group] = below, records
+                return True
+        return False
 
     def _move(self, source: Slot, target: Slot) -> None:
         transfers = self._shards.transfers

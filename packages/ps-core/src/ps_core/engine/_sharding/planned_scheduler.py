@@ -49,7 +49,9 @@ class RanksScheduler(PlanScheduler):
         model_name: str,
         options: Options,
         cast: torch.dtype | None,
+        plans: bool,
     ) -> None:
+        """``plans``: passes follow a plan once there is one; the same on all ranks."""
         assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
         self._together: AsyncCollectives = engine.residency.together
         super().__init__(engine, setup, model_name=model_name, options=options, cast=cast)
@@ -60,6 +62,7 @@ class RanksScheduler(PlanScheduler):
         self._shards.promoter.stop()
         self._plans_made = 0
         """How often the ranks told each other what they recorded; the same on all ranks."""
+        self._plans = plans
         self._steps_until_plan = 0
         """Steps before they tell each other again: ranks that never do the same must not plan in every step."""
         self._refused: tuple[PassRecording, BatchShape] | None = None
@@ -160,7 +163,8 @@ class RanksScheduler(PlanScheduler):
         """Tell the other ranks, as the step is compared, whether this one has a pass to plan from."""
         self._before_step = self._engine.passes.gradient_passes
         self._steps_until_plan = max(0, self._steps_until_plan - 1)
-        self._alike.propose_plan(wanted=self._found is not None and not self._steps_until_plan)
+        wanted = self._plans and self._found is not None and not self._steps_until_plan
+        self._alike.propose_plan(wanted=wanted)
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Plan if the ranks agreed to; then carry out the plan's step, if it is the step that is wanted."""

@@ -60,7 +60,6 @@ class Submitted:
         """Have the other thread do it, after everything submitted before."""
         self._recorder = recorder
         self._everyone = range(together.processes)
-        self._ordering.before()
         self._ready = self._ordering.ready()
         self._pending = together.start(self._run)
 
@@ -104,6 +103,7 @@ class CollectiveQueue:
         self, group: ParamGroup, own: torch.Tensor, whole: torch.Tensor, instr: Instr | None = None
     ) -> Submitted:
         """Submit a gather of a group, of which ``own`` is this rank's shard."""
+        self._ordering.before()
         self._device.declare_access(Queue.COLL, f"gather {group.name}", (own,), (whole,))
         what = f"{group.name} in {self._during}"
         return self._submit(Submitted(self._ordering, group, own, whole, None, what=what, instr=instr))
@@ -117,6 +117,7 @@ class CollectiveQueue:
         instr: Instr | None = None,
     ) -> Submitted:
         """Submit a sum of a group's gradients over ranks; ``whole`` has a value for every element."""
+        self._ordering.before()
         self._device.declare_access(Queue.COLL, f"gradients of {group.name}", (whole,), (into, scratch))
         what = f"gradients of {group.name}"
         return self._submit(Submitted(self._ordering, group, into, whole, scratch, what=what, instr=instr))
