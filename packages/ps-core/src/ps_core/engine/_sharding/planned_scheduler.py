@@ -1,6 +1,7 @@
 """Choose the driver of each pass of a model that ranks share, and make the plan that all of them follow.
 
-A first pass is served on demand and recorded. As its step begins, the ranks tell each other what they recorded.
+Before the first pass each rank estimates it with fake tensors. A pass for which there is no plan is served on demand and
+recorded. As its step begins, the ranks tell each other what they recorded.
 They plan, and move their shards to where the plan has them; see [Note: one plan] in `plan_agreement`. All ranks compare
 something at every step. With it each tells whether it has a new recording, so that takes no message of its own.
 """
@@ -32,6 +33,7 @@ from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.log import log_line
 from ps_core.engine._tracing.batch_shape import BatchShape
+from ps_core.engine._tracing.first_pass import matches_estimate
 from ps_core.engine._tracing.pass_recording import PassRecording
 
 _PLANS_AT_ONCE = 8
@@ -55,7 +57,6 @@ class RanksScheduler(PlanScheduler):
         assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
         self._together: AsyncCollectives = engine.residency.together
         super().__init__(engine, setup, model_name=model_name, options=options, cast=cast)
-        self._tried = True  # the first pass runs on demand
         assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
         self._shards, self._sums, self._alike = engine.residency, engine.gradients, engine.gradients.alike
         self._shards.serve()
@@ -65,6 +66,8 @@ class RanksScheduler(PlanScheduler):
         self._plans = plans
         self._steps_until_plan = 0
         """Steps before they tell each other again: ranks that never do the same must not plan in every step."""
+        self._mine: tuple[PassRecording, BatchShape] | None = None
+        """This rank's part of an estimated plan: its estimate, or the pass that ran since."""
         self._refused: tuple[PassRecording, BatchShape] | None = None
         """The recording that no plan was found for."""
 
@@ -77,8 +80,19 @@ class RanksScheduler(PlanScheduler):
         return RanksPlanDriver(plan, segment, self._shards, self._sums, self._engine.counters, tracked=tracked)
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Look at the batch that the root module is called with."""
+        """Look at the batch that the root module is called with; plan the first pass, together with the others."""
         self._batch = self._batch_of(args, kwargs)
+        if self._plans and not self._tried and torch.is_grad_enabled():
+            self._foresee(module, args, kwargs)
+            self._tried = True
+
+    def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Plan the first pass from what all ranks estimate; if a rank cannot, it goes without a plan."""
+        recording = self._estimate(module, args, kwargs) if self._may_estimate else None
+        assert self._batch is not None, "the pass is the root module's"
+        self._mine = None if recording is None else (recording, self._batch)
+        self._plan_together([] if self._mine is None else [self._mine], "the estimated pass")
+        self._estimated = self._plan is not None
 
     def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
         """Choose the plan's driver where the plan serves the pass, else one that needs no plan.
@@ -128,7 +142,7 @@ class RanksScheduler(PlanScheduler):
         """Drop the plan and the order of collectives, because groups change on all ranks."""
         with self._shards.moving:
             super().forget_plan()
-        self._tried, self._refused, self._plans_made, self._steps_until_plan = True, None, 0, 0
+        self._mine, self._refused, self._plans_made, self._steps_until_plan = None, None, 0, 0
 
     def plan_abandoned(self) -> None:
         """Note that a pass of this rank left the plan, whose collectives it goes on with."""
@@ -156,6 +170,10 @@ class RanksScheduler(PlanScheduler):
             return
         if recording.training is not self._setup.training:
             self._evaluated = batch, recording.peak_nonmodel_bytes + self._engine.constant_bytes
+        elif self._estimated and self._mine is not None:
+            if not matches_estimate(recording, self._mine[0]):
+                self._found = recording, batch
+            self._mine = recording, batch
         elif self._plan is None or self._engine.passes.followed or not self._planned_for.covers(batch):
             self._found = recording, batch
 
@@ -169,16 +187,22 @@ class RanksScheduler(PlanScheduler):
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Plan if the ranks agreed to; then carry out the plan's step, if it is the step that is wanted."""
         if self._alike.agreed_to_plan:
-            self._plan_together()
+            kept = self._mine if self._estimated else self._source
+            both = [] if kept is None or kept is self._found else [kept]
+            self._plans_made += 1
+            self._steps_until_plan = 2 ** max(0, self._plans_made - _PLANS_AT_ONCE + 1)
+            self._plan_together(both if self._found is None else [*both, self._found], "the recorded pass")
+            self._recorded = True
+        elif self._estimated:
+            self._recorded = True
+        self._estimated, self._mine = self._estimated and not self._recorded, None
         return super().step(settings_of, factor)
 
-    def _plan_together(self) -> None:
-        mine = [each for each in (self._source, self._found) if each is not None]
+    def _plan_together(self, mine: list[tuple[PassRecording, BatchShape]], what: str) -> None:
+        """Exchange what the ranks recorded or estimated, and follow a plan of it, if there is one."""
         self._found = None
-        self._plans_made += 1
-        self._steps_until_plan = 2 ** max(0, self._plans_made - _PLANS_AT_ONCE + 1)
         assert isinstance(self._asking, RanksPlanRequest), "`_request` made it"
-        texts = exchange_texts(self._together, self._asking.to_text(mine), "the recorded pass")
+        texts = exchange_texts(self._together, self._asking.to_text(mine), what)
         combined = self._asking.combine(texts)
         if combined is None or combined in (self._source, self._refused):  # the same on all ranks
             return
@@ -186,10 +210,9 @@ class RanksScheduler(PlanScheduler):
             self._adopt(*combined)
             if self._recorded:
                 self._engine.counters.replanned()
-            self._recorded = True
         except DoesNotFit as error:
             self._refused = combined
-            self._say(f"{self._model_name}: no plan fits, so ranks agree on every gather and sum as they go: {error}")
+            self._say(f"{self._model_name}: no plan fits, so ranks ask each other for weights: {error}")
 
     def _say(self, text: str) -> None:
         """Log a line on one rank."""
