@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from threading import Barrier, Event
 from typing import Any
 
@@ -31,8 +32,8 @@ class Meeting:
         self._table: list[Any] = [None] * ranks
         self.questioned = Event()
         """Set once any rank asked for a shard."""
-        self.servers: dict[int, Callable[[int, int], Tensor | None]] = {}
-        """By rank: what answers questions for shards."""
+        self.servers: list[list[Callable[[int, int], Tensor | None]]] = [[] for _ in range(ranks)]
+        """By rank, and by model: what answers questions for shards."""
         self.log: list[str] = []
         """Every collective, with who takes or gives."""
 
@@ -127,10 +128,6 @@ class Together:
         return self._session.received_bytes
 
     def start(self, job: Any) -> Pending:
-        step = getattr(job, "args", (None,))[0]
-        if hasattr(step, "collective"):
-            took_part = "" if step.whole is not None else " -"
-            self.began.append(f"{step.collective.kind.name.lower()} {step.group.name}{took_part}")
         submitted = getattr(job, "__self__", None)
         if isinstance(submitted, Submitted):
             self.began.append(f"{'gather' if submitted.gathers else 'sum'} {submitted.group.name}")
@@ -141,18 +138,20 @@ class Together:
         job(self._session)
 
     def serve(self, answer: Callable[[int, int], Tensor | None]) -> Callable[[int, int], list[Tensor]]:
-        self.meeting.servers[self.rank] = answer
-        return self.ask
+        servers = self.meeting.servers
+        servers[self.rank].append(answer)
+        return partial(self.ask, len(servers[self.rank]) - 1)
 
-    def ask(self, group: int, steps: int) -> list[Tensor]:
+    def ask(self, model: int, group: int, steps: int) -> list[Tensor]:
         self.asked += 1
         self.meeting.questioned.set()
-        return [self._answer(self.meeting.servers[rank], group, steps) for rank in range(self.ranks)]
+        return [self._answer(self.meeting.servers[rank], model, group, steps) for rank in range(self.ranks)]
 
-    def _answer(self, server: Callable[[int, int], Tensor | None], group: int, steps: int) -> Tensor:
+    def _answer(self, servers: list[Callable[[int, int], Tensor | None]], model: int, group: int, steps: int) -> Tensor:
         until = time.monotonic() + _PATIENCE_S
-        while (shard := server(group, steps)) is None:
+        while model >= len(servers) or (shard := servers[model](group, steps)) is None:
             assert time.monotonic() < until
+            time.sleep(0.001)
         return shard
 
     def note(self, what: str) -> None:
@@ -181,7 +180,7 @@ class Together:
 
 @contextmanager
 def going_by(*, plan: bool) -> Iterator[None]:
-    """Models made in this block follow a plan, or have ranks agree on collectives as where no plan can be made."""
+    """Models made in this block follow a plan, or ask each other for weights as where no plan can be made."""
     with pytest.MonkeyPatch.context() as patch:
         if not plan:
             patch.setattr(_chunked, "why_unplanned", lambda *_: "a test wants it so")

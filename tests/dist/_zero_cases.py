@@ -74,7 +74,7 @@ class Way:
     folder: str = ""
     """For the disk tier."""
     room: int = 0
-    """Of an accelerator, so many KiB more than the least: shards rise to it."""
+    """Of an accelerator, so many KiB more than the least."""
 
     @property
     def rounds(self) -> bool:

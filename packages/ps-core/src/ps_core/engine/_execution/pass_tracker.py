@@ -319,7 +319,7 @@ class PassTracker:
         peak = self.nonmodel.take_peak()
         moment.nonmodel_bytes = max(moment.nonmodel_bytes, peak)
         store = self._store
-        store.ledger.end_moment(peak + self._constant_bytes, backward=moment.backward)
+        store.ledger.end_moment(peak + self._constant_bytes)
         needed = (
             store.held_bytes if isinstance(self.driver, PlanDriver) else store.ledger.used_bytes[0]
         ) + store.ledger.nonmodel_bytes

@@ -21,7 +21,6 @@ have no collective at all.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 
 import torch
 
@@ -52,14 +51,8 @@ class FollowingDriver:
         residency: ShardedResidency,
         gradients: ShardedGradients,
         counters: Counters,
-        *,
-        larger: bool = False,
     ) -> None:
-        """``learning``: by group, the parameters whose gradients the collectives sum.
-
-        ``larger``: no moment's peak of non-model bytes is known, so nothing is kept for later moments.
-        """
-        self._larger = larger
+        """``learning``: by group, the parameters whose gradients the collectives sum."""
         self._collectives, self._staged = deque(left.collectives), left.staged
         self._learning = learning
         self._shards, self._sums, self._counters = residency, gradients, counters
@@ -78,11 +71,8 @@ class FollowingDriver:
         """Gather the groups that the moment reads."""
         groups = list(dict.fromkeys(record.group for record in reads))
         self._needed = set(groups)
-        if self._larger:
-            for group in self._droppable():
-                self._drop(group)
-            while self._move_down(final=True):
-                pass
+        while self._is_half_full() and (self._drop_one() or self._move_down(final=True)):
+            pass
         self._shards.release_unaliased()
         for group in groups:
             if group.weight_chunk.newest(0) is None:
@@ -118,7 +108,7 @@ class FollowingDriver:
     # Gathers.
 
     def _gather(self, group: ParamGroup) -> None:
-        own, lent = self._shards.shard_for_peers(group, changing=False)
+        own, lent = self._shards.shard_for_peers(group)
         if group.weight_chunk.newest(0) is not None:  # the copy that is here may be in use
             slot = self._take(group.weight_chunk.bytes, f"gather {group.name}")
             self._queue.gather(group, own, slot.flat(group.dtype, group.chunk_numel)).wait()
@@ -243,12 +233,11 @@ class FollowingDriver:
     def free_optional_bytes(self, needed_bytes: int) -> int:
         """Drop gathered groups that the moment does not read, until so many bytes are free."""
         before = self._store.ledger.used_bytes[0]
-        for group in self._droppable():
-            if before - self._store.ledger.used_bytes[0] < needed_bytes:
-                self._drop(group)
-        self._store.free_spare()
-        while before - self._store.ledger.used_bytes[0] < needed_bytes and self._move_down():
-            pass
+
+        def enough() -> bool:
+            return before - self._store.ledger.used_bytes[0] >= needed_bytes
+
+        make_room(enough, self._drop_one, self._store.free_spare, self._move_down)
         return before - self._store.ledger.used_bytes[0]
 
     def finish(self) -> None:
@@ -262,7 +251,6 @@ class FollowingDriver:
         self._staged.clear()
         for group in list(self._fetched):
             self._drop(group)
-        self._shards.note_end()
         self._shards.release_unaliased()
 
     # Memory.
@@ -278,18 +266,23 @@ class FollowingDriver:
 
     def _make_room(self, size: int, name: str) -> None:
         """Make room for a slot by dropping gathered groups, the least recently used first."""
-        for group in self._droppable():
-            if self._fits(size):
-                return
-            self._drop(group)
-        if not make_room(lambda: self._fits(size), self._store.free_spare, self._move_down):
+        if not make_room(lambda: self._fits(size), self._drop_one, self._store.free_spare, self._move_down):
             store = self._store
             total = store.ledger.used_bytes[0] + size + store.ledger.nonmodel_bytes
             groups, nonmodel = self._shards.groups, store.ledger.nonmodel_bytes
             raise compute_tier_too_small(store, groups, name, total, nonmodel, proven=True)
 
-    def _droppable(self) -> Iterable[ParamGroup]:
-        return [group for group in self._fetched if group not in self._needed]
+    def _is_half_full(self) -> bool:
+        """Return True if groups that the moment does not read should go: more non-model bytes may come in it."""
+        ledger = self._store.ledger
+        return ledger.used_bytes[0] + ledger.nonmodel_bytes > self._store.tiers[0].capacity_bytes // 2
+
+    def _drop_one(self) -> bool:
+        """Drop the least recently used group that the moment does not read; return False if there is none."""
+        group = next((group for group in self._fetched if group not in self._needed), None)
+        if group is not None:
+            self._drop(group)
+        return group is not None
 
     def _fits(self, size: int) -> bool:
         store = self._store
@@ -315,4 +308,4 @@ class UnplannedDriver(FollowingDriver):
         }
         sums_in_order = tuple((True, group) for group in reversed(list(learning)))
         left = LeftOver(sums_in_order, {}, queue_for(segment, shards))
-        super().__init__(left, learning, shards, sums, counters, larger=True)
+        super().__init__(left, learning, shards, sums, counters)

@@ -75,7 +75,6 @@ class RanksPlanDriver(PlanDriver):
             for moment in rest:
                 self._pass_over(moment.name)
         super().finish()
-        self._shards.note_end()
 
     def _make_executor(
         self,
@@ -106,9 +105,7 @@ def following_driver(
     shards: ShardedResidency,
     sums: ShardedGradients,
     counters: Counters,
-    *,
-    larger: bool,
 ) -> FollowingDriver:
     """Return what drives a pass that does not begin by the plan, but takes part in the plan's collectives."""
     left = LeftOver(collectives_of(plan, plan.segments[segment]), {}, queue_for(segment, shards))
-    return FollowingDriver(left, plan.learning, shards, sums, counters, larger=larger)
+    return FollowingDriver(left, plan.learning, shards, sums, counters)

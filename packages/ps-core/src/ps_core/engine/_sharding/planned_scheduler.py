@@ -1,7 +1,7 @@
 """Choose the driver of each pass of a model that ranks share, and make the plan that all of them follow.
 
-Before the first pass each rank estimates it with fake tensors. A pass for which there is no plan is served on demand and
-recorded. As its step begins, the ranks tell each other what they recorded.
+Before the first pass each rank estimates it with fake tensors, and the ranks plan it together. A pass that no plan
+serves asks other ranks for weights, and is recorded. As its step begins, the ranks tell each other what they recorded.
 They plan, and move their shards to where the plan has them; see [Note: one plan] in `plan_agreement`. All ranks compare
 something at every step. With it each tells whether it has a new recording, so that takes no message of its own.
 """
@@ -60,7 +60,6 @@ class RanksScheduler(PlanScheduler):
         assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
         self._shards, self._sums, self._alike = engine.residency, engine.gradients, engine.gradients.alike
         self._shards.serve()
-        self._shards.promoter.stop()
         self._plans_made = 0
         """How often the ranks told each other what they recorded; the same on all ranks."""
         self._plans = plans
@@ -119,8 +118,8 @@ class RanksScheduler(PlanScheduler):
         segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
         if training:
             self._sums.begin_pass()
-        why, larger = "", not self._planned_for.covers(batch)
-        if larger:
+        why = ""
+        if not self._planned_for.covers(batch):
             why = "a batch larger than the plan's"
             with self._shards.moving:
                 self._make_way(training)
@@ -129,7 +128,7 @@ class RanksScheduler(PlanScheduler):
         if not why:
             return self._replay(plan, segment, tracked=training and self._is_watched())
         self._engine.counters.diverged(why)
-        return following_driver(plan, segment, self._shards, self._sums, self._engine.counters, larger=larger)
+        return following_driver(plan, segment, self._shards, self._sums, self._engine.counters)
 
     def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
         """Follow the plan, as all ranks do. This one may be unable to move its shards to the plan's places now."""

@@ -27,7 +27,6 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.compare_ranks import Alike
-from ps_core.engine._sharding.shard_promotion import low_tier
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.checksum import checksum
 
@@ -36,7 +35,7 @@ _CUT_NUMEL = 1 << 18
 
 
 class ShardedGradients(GradientStore):
-    """Gradients summed over ranks; see [Note: who sums what when] in `sharded_driver` and [Note: where sums lie]."""
+    """Gradients summed over ranks; see [Note: where sums lie]."""
 
     def __init__(self, residency: ShardedResidency, together: AsyncCollectives, *, overwrites: bool) -> None:
         super().__init__(residency, overwrites=False)
@@ -172,15 +171,6 @@ class ShardedGradients(GradientStore):
                 else:
                     record.mark_summed()
 
-    def no_sum_came(self, group: ParamGroup) -> None:
-        """Note that no rank had a gradient for a sum. The weight, where the sum might have gone, is unchanged.
-
-        What ranks do together next depends on slot contents, so these must not depend on where shards are.
-        """
-        if all(each.gradient is GradientPlace.NONE for each in group.tensors):
-            for record in group.tensors:
-                record.mark_rebuilt()
-
     def _fill(self, chunk: Chunk, slot: Slot) -> None:
         """Copy what a slot holds into the home slot of a chunk."""
         chunk.mark_written(slot)
@@ -239,10 +229,6 @@ class ShardedGradients(GradientStore):
         self._shards.rebuild(group, gone)
         for record in gone:
             record.mark_rebuilt()
-
-    def _tier_of_sums(self, group: ParamGroup) -> int:
-        """Return the lower tier, also where the master was promoted: sums must have room in every step."""
-        return low_tier(group.chunks[Kind.P32])
 
     # Norms.
 

@@ -2,10 +2,9 @@
 
 [Note: shards]
 Home slots hold this rank's shard of each kind. Parameters are bound to the group's FULL copy on the compute tier, which
-has no home slot. It is gathered when a moment needs it, or before (see `collective_schedule`). It is released when a
-moment begins that does not need it. Where all ranks have plenty of room, it is released when its gradients leave. A
-copy with live aliases stays in the budget until they are gone, but counts as evicted. For when they go may be up to the
-garbage collector.
+has no home slot. The plan says when it is gathered and released. Without a plan it is asked for when a moment needs it
+(see `following_driver`), and released when the next moment begins. A copy with live aliases stays in the budget until
+they are gone, but counts as evicted. For when they go may be up to the garbage collector.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.shard_promotion import ShardPromoter
 from ps_core.engine._sharding.streams import ORDERED_QUEUES, collective_ordering
 
 _PATIENCE_S = 0.5
@@ -53,11 +51,6 @@ class ShardedResidency(Residency):
         self._changed_shards = Condition(self.moving)
         self._change_over: list[Event] = []
         """Events behind the last change on every queue."""
-        self.promoter = ShardPromoter(self, groups)
-        self.forwards = 0
-        """Forward passes begun in this pass whose activations wait for backward."""
-        self.unknown = False
-        """The pass is of a larger batch than any before: nothing is gathered ahead of need."""
         self._whole: tuple[Chunk, int, torch.Tensor] | None = None
         """The group last gathered for reading, with its version: the next tensor is mostly of the same group."""
         self.ordering = collective_ordering(self, together)
@@ -77,19 +70,6 @@ class ShardedResidency(Residency):
             del group.chunks[Kind.FULL]
         super().release_chunks(group)
 
-    def note_forward(self, *, trains: bool) -> int:
-        """Note that a forward pass begins; return how many of this pass wait for backward."""
-        self.forwards += trains
-        return self.forwards
-
-    def note_larger_batch(self) -> None:
-        """Gather nothing ahead of need in this pass: how much memory it takes is not known."""
-        self.unknown = True
-
-    def note_end(self) -> None:
-        """Note that the pass is over."""
-        self.forwards, self.unknown = 0, False
-
     def begin_gather(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
         """Return a slot for the whole group, its elements, and this rank's part of them, filled with its shard."""
         chunk = group.weight_chunk
@@ -108,16 +88,13 @@ class ShardedResidency(Residency):
         """Mark the slot that `begin_gather` returned as filled."""
         group.weight_chunk.fill(slot)
 
-    def shard_for_peers(self, group: ParamGroup, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
-        """Return this rank's shard for a gather: where it lies, or copied into a slot that the caller returns.
-
-        ``changing``: it may be written before they have it.
-        """
+    def shard_for_peers(self, group: ParamGroup) -> tuple[torch.Tensor, Slot | None]:
+        """Return this rank's shard for a gather: where it lies, or copied into a slot that the caller returns."""
         source, valid = (
             group.chunks[group.weight].source(),
             all(r.contents is SlotContents.WEIGHT for r in group.tensors),
         )
-        if valid and self.ordering.reaches(source) and not changing:
+        if valid and self.ordering.reaches(source):
             self.ordering.before()
             return source.flat(group.dtype, group.shard_numel), None
         slot = self.take_slot(max(align_up(group.chunks[group.weight].bytes), 128))
