@@ -46,8 +46,6 @@ class ShardedGradients(GradientStore):
         """This rank's part of the norm, where it was measured when the sum arrived."""
         self.given = 0
         """Parameters, as bits, for which this rank had a gradient since the last step."""
-        self.left_over: dict[tuple[int, ParamState], Slot] = {}
-        """Gradients that no sum over ranks takes before the step, in host memory; by the pass since the last step."""
         self.passes = 0
         """Training passes by a plan since the last step; the same number on every rank."""
         self.complete = True
