@@ -13,9 +13,9 @@ far waits for nothing but answers.
 
 [Note: passes without a plan]
 A pass that no plan serves has left the plan at its beginning. Its only collectives are one sum for each trainable
-group, from the last group to the first, which is the order of most backward passes. All weights are asked for. A group
-whose turn has not come waits with its gradients, in host memory if the compute tier is full. Passes without gradients
-have no collective at all.
+group. They go from the last group to the first, as most backward passes do. All weights are asked for. A group's
+gradients wait for the sums before it, in host memory if the compute tier is short. Passes without gradients have no
+collective at all.
 """
 
 from __future__ import annotations
