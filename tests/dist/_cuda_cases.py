@@ -22,7 +22,6 @@ from _checked_cuda import CheckedCuda
 from _expert_cases import Experts, one_step
 from _fake_cuda import FakeRuntime
 from _one_process import check_homes
-from _threads import going_by
 from _transport_cases import given_up
 from _zero_cases import Way, batches, passes, states
 from ps_core import SGD, Budget, Options, RanksDiverged
@@ -32,8 +31,6 @@ from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._sharding import streams as beside
 
 STEPS = 2
-RISING = 5
-"""Steps within which shards rise."""
 
 
 @contextmanager
@@ -62,10 +59,9 @@ class Found:
 def trained(each: ps_dist.TorchCollectives, way: Way) -> Found:
     """Some steps on this rank's parts of their batches, with an evaluation between."""
     before = each.statistics().wire_bytes
-    with going_by(plan=not way.room):
-        model, optimizer = way.chunked(each, 1)
+    model, optimizer = way.chunked(each, 1)
     losses, norms = [], list[float | None]()
-    for step in range(RISING if way.room else STEPS):
+    for step in range(STEPS):
         parts = list(batches(step, each.mesh.size * way.accumulate))
         losses += passes(model, optimizer, parts[each.mesh.rank :: each.mesh.size], len(parts))
         if step:
@@ -75,7 +71,6 @@ def trained(each: ps_dist.TorchCollectives, way: Way) -> Found:
         optimizer.zero_grad()
         norms.append(optimizer.last_norm)
     check_memory(model, each, accumulates=way.accumulate > 1)
-    assert bool(way.room) == bool(hooks_of(model).engine.store.ledger.promoted_bytes)
     rows = states(optimizer) | {name: value.clone() for name, value in model.state_dict().items()}
     release(model)
     after = each.statistics().wire_bytes
@@ -91,8 +86,7 @@ def check_memory(model: Any, each: ps_dist.TorchCollectives, *, accumulates: boo
     order = engine.residency.ordering
     staging = order.staging.bytes if isinstance(order, beside.StreamCollectives) and order.staging is not None else 0
     homes = sum(chunk.home.bytes for group in engine.groups for chunk in group.chunks.values())
-    places = engine.store.ledger.promoted_bytes  # which are kept below
-    assert sum(tier.current_bytes for tier in found.tiers.values()) == homes + places + staging
+    assert sum(tier.current_bytes for tier in found.tiers.values()) == homes + staging
 
 
 def on(way: Way, device: CudaDevice) -> Way:

@@ -6,21 +6,17 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from threading import Barrier, Event
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ps_core import RanksDiverged
-from ps_core._planner.search import Setup
 from ps_core.engine import _chunked
-from ps_core.engine._execution.engine import Engine
-from ps_core.engine._sharding.sharded_driver import ShardedDriver
-from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.sharded_scheduler import ShardedScheduler
+from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 from ps_core.engine._sharding.submitted import Submitted
 from ps_dist import Mesh
 
@@ -37,8 +33,8 @@ class Meeting:
         self._table: list[Any] = [None] * ranks
         self.questioned = Event()
         """Set once any rank asked for a shard."""
-        self.servers: dict[int, Callable[[int, int], Tensor | None]] = {}
-        """By rank: what answers questions for shards."""
+        self.servers: list[list[Callable[[int, int], Tensor | None]]] = [[] for _ in range(ranks)]
+        """By rank, and by model: what answers questions for shards."""
         self.log: list[str] = []
         """Every collective, with who takes or gives."""
 
@@ -138,10 +134,6 @@ class Together:
         return self._session.received_bytes
 
     def start(self, job: Any) -> Pending:
-        step = getattr(job, "args", (None,))[0]
-        if hasattr(step, "collective"):
-            took_part = "" if step.whole is not None else " -"
-            self.began.append(f"{step.collective.kind.name.lower()} {step.group.name}{took_part}")
         submitted = getattr(job, "__self__", None)
         if isinstance(submitted, Submitted):
             self.began.append(f"{'gather' if submitted.gathers else 'sum'} {submitted.group.name}")
@@ -152,18 +144,21 @@ class Together:
         job(self._session)
 
     def serve(self, answer: Callable[[int, int], Tensor | None]) -> Callable[[int, int], list[Tensor]]:
-        self.meeting.servers[self.process] = answer
-        return self.ask
+        servers = self.meeting.servers
+        servers[self.process].append(answer)
+        return partial(self.ask, len(servers[self.process]) - 1)
 
-    def ask(self, group: int, steps: int) -> list[Tensor]:
+    def ask(self, model: int, group: int, steps: int) -> list[Tensor]:
         self.asked += 1
         self.meeting.questioned.set()
-        return [self._answer(self.meeting.servers[rank], group, steps) for rank in self.mesh.shard_peers]
+        servers = self.meeting.servers
+        return [self._answer(servers[rank], model, group, steps) for rank in self.mesh.shard_peers]
 
-    def _answer(self, server: Callable[[int, int], Tensor | None], group: int, steps: int) -> Tensor:
+    def _answer(self, servers: list[Callable[[int, int], Tensor | None]], model: int, group: int, steps: int) -> Tensor:
         until = time.monotonic() + _PATIENCE_S
-        while (shard := server(group, steps)) is None:
+        while model >= len(servers) or (shard := servers[model](group, steps)) is None:
             assert time.monotonic() < until
+            time.sleep(0.001)
         return shard
 
     def note(self, what: str) -> None:
@@ -193,16 +188,21 @@ class Together:
 
 @contextmanager
 def going_by(*, plan: bool) -> Iterator[None]:
-    """Models made in this block follow a plan, or have ranks agree on collectives as where no plan can be made."""
+    """Models made in this block follow a plan, or ask each other for weights as where no plan can be made."""
     with pytest.MonkeyPatch.context() as patch:
         if not plan:
-            patch.setattr(_chunked, "RanksScheduler", _without_plan)
+            patch.setattr(_chunked, "RanksScheduler", _WithoutPlan)
         yield
 
 
-def _without_plan(engine: Engine, setup: Setup, *, demand: ShardedDriver, **_: Any) -> ShardedScheduler:
-    assert isinstance(engine.residency, ShardedResidency)
-    return ShardedScheduler(engine.residency, demand, training=setup.training)
+class _WithoutPlan(RanksScheduler):
+    """Never plans."""
+
+    def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        pass
+
+    def _plan_together(self, mine: list[Any], what: str) -> None:
+        self._found = None
 
 
 def run(ranks: int, case: Callable[..., Any], *args: Any, copies: int = 1) -> tuple[list[Any], Meeting]:

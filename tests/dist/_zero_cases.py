@@ -74,7 +74,7 @@ class Way:
     folder: str = ""
     """For the disk tier."""
     room: int = 0
-    """Of an accelerator, so many KiB more than the least: shards rise to it."""
+    """Of an accelerator, so many KiB more than the least."""
 
     @property
     def rounds(self) -> bool:
@@ -205,7 +205,7 @@ def check_budget(model: nn.Module, each: ps_dist.TorchCollectives, *, accumulate
 
 
 def counts_bytes(each: ps_dist.TorchCollectives, precision: str, tight: bool) -> None:
-    """A step's bytes: in the first groups are gathered twice but the last; then as the plan predicted; sums once."""
+    """A step's bytes: in the first nothing is gathered; then as the plan predicted; sums once."""
     torch.manual_seed(0)
     size = 4 if precision == "fp32" else 2
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
@@ -240,7 +240,7 @@ def counts_bytes(each: ps_dist.TorchCollectives, precision: str, tight: bool) ->
             assert spent["all_gather"] + once == scheduler.planned.prediction.moved_bytes["wire"]
             assert once <= spent["all_gather"] <= once + twice * tight
         else:
-            assert spent["all_gather"] == once + twice
+            assert "all_gather" not in spent, "weights are asked for"
         order = [name for name in each.recent() if "gradients of" in name][-5:]
         assert [name.split("gradients of ")[1] for name in order] == [f"{i}.weight)" for i in (4, 3, 2, 1, 0)]
     release(model)

@@ -39,7 +39,7 @@ def test_with_a_disk_below(two: Crew, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("precision", "accumulate", "direct"), [("bf16", 1, True), ("bf16", 2, False), ("fp32", 1, True)]
 )
-def test_with_room_for_shards_to_rise(two: Crew, precision: str, accumulate: int, direct: bool) -> None:
+def test_with_room_for_shards(two: Crew, precision: str, accumulate: int, direct: bool) -> None:
     way = Way(precision=precision, accumulate=accumulate, max_norm=0.05, room=64)
     two.run(cases.directly if direct else cases.as_emulated, way, 9)
 
@@ -143,7 +143,7 @@ def test_all_is_ordered(two: Crew, precision: str, direct: bool) -> None:
 
 
 @pytest.mark.parametrize(("precision", "room"), [("bf16", 40), ("fp32", 200)])
-def test_what_rises_is_ordered_too(two: Crew, precision: str, room: int) -> None:
+def test_shards_on_the_card_are_ordered_too(two: Crew, precision: str, room: int) -> None:
     for found in two.run(cases.unordered, Way(precision=precision, room=room), ""):
         assert not found
 

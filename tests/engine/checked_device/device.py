@@ -10,9 +10,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from threading import RLock
 
 import torch
 
@@ -44,9 +45,13 @@ class Mark:
     clock: Clock = START
     position: int = 0
     """How many delayed operations of the queue come before it."""
+    perform: Callable[[Queue, int], None] | None = field(default=None, compare=False)
+    """Does them now; None: nothing is delayed."""
 
     def block(self) -> None:
-        raise NotImplementedError("the device waits for it")
+        """For a thread that answers other ranks, of which no order is checked."""
+        if self.perform is not None:
+            self.perform(self.queue, self.position)
 
 
 class CheckedDevice(CpuDevice):
@@ -147,6 +152,7 @@ class CheckedDevice(CpuDevice):
             queue,
             START if self._ordering is None else self._ordering.record(queue),
             0 if self.delays is None else self.delays.position(queue),
+            None if self.delays is None else self.delays.perform,
         )
         if self.delays is not None:
             self.delays.stir()
@@ -240,6 +246,8 @@ class _Delays:
     """
 
     def __init__(self, seed: int) -> None:
+        self._performing = RLock()
+        """For threads that answer other ranks wait for operations too."""
         self._random = Random(seed)
         self._eagerness = [self._random.choice((0.0, 0.1, 0.7)) for _ in Queue]  # one may be quick, another slow
         self._eagerness.append(Random(-seed).choice((0.0, 0.1, 0.7)))
@@ -275,7 +283,10 @@ class _Delays:
 
     def perform(self, queue: QueueOrWorker, position: int | None = None) -> None:
         """Do a queue's operations up to a position (None: all), each after what it waits for."""
-        goals = [(queue, self.position(queue) if position is None else position)]
+        with self._performing:
+            self._perform([(queue, self.position(queue) if position is None else position)])
+
+    def _perform(self, goals: list[tuple[QueueOrWorker, int]]) -> None:
         while goals:
             queue, position = goals[-1]
             if self._begun[queue] >= position:

@@ -45,8 +45,8 @@ from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.join_ranks import GroupJoin, SingleProcess
 from ps_core.engine._sharding.planned_scheduler import RanksScheduler
-from ps_core.engine._sharding.sharded_driver import ShardedDriver, sharded_components
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._sharding.sharded_step import sharded_components
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._unmatched_patterns import log_unmatched_patterns, warn_of_gradients
 
@@ -197,14 +197,7 @@ class _Wishes:
         """Return the engine's components: for whole groups in one process, or for one rank's shards."""
         if self.collectives is None:
             return single_process_components(store, packing.groups, counters, overwrites=self.overwrites)
-        return sharded_components(
-            store,
-            packing.groups,
-            counters,
-            self.collectives,
-            overwrites=self.overwrites,
-            prefetch=self.options.prefetch,
-        )
+        return sharded_components(store, packing.groups, counters, self.collectives, overwrites=self.overwrites)
 
     def _scheduler(self, parts: Components, engine: Engine) -> Scheduler:
         """Return the scheduler that chooses the driver of each pass."""
@@ -224,8 +217,8 @@ class _Wishes:
             step_in_backward=self.options.step == IN_BACKWARD,
         )
         name, options, cast = type(self.model).__name__, self.options, self.cast
-        if isinstance(parts.residency, ShardedResidency) and isinstance(parts.demand, ShardedDriver):
-            return RanksScheduler(engine, setup, model_name=name, options=options, cast=cast, demand=parts.demand)
+        if isinstance(parts.residency, ShardedResidency):
+            return RanksScheduler(engine, setup, model_name=name, options=options, cast=cast)
         return PlanScheduler(engine, setup, model_name=name, options=options, cast=cast)
 
 

@@ -18,6 +18,8 @@ class PassDriver(Protocol):
 
     tracked: bool
     """True if non-model bytes have to be counted meanwhile."""
+    follows_plan: bool
+    """True if the pass began by a plan, or takes part in a plan's collectives."""
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Begin a moment that reads these parameters, and receives gradients of these groups."""
@@ -79,8 +81,8 @@ class Scheduler(Protocol):
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at the root module's arguments before its call."""
 
-    def driver_for_pass(self, training: bool) -> PassDriver:
-        """Choose the driver of the pass that begins now."""
+    def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
+        """Choose the driver of the pass that begins now; ``backward``: it begins with a backward pass."""
 
     def forget_plan(self) -> None:
         """Drop the plan, because the model's groups change; called between passes."""

@@ -224,7 +224,7 @@ class Engine:
 
     def holds_gradients(self) -> bool:
         """Return True if any gradient waits for the step, or was stepped within backward already."""
-        if self.stepping.groups:
+        if self.stepping.groups or self.gradients.left_over:
             return True
         for record in self.records:  # noqa: SIM110 - `any` of a generator is a call for each parameter
             if record.gradient is not GradientPlace.NONE:
@@ -279,9 +279,7 @@ class Engine:
         if self.stepping.groups:
             self.stepping.check_step(settings, max_norm)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
-        if (
-            self.gradients.sums.unplanned or self.together is not None
-        ):  # several ranks promote shards into the freed memory
+        if self.gradients.sums.unplanned or self.together is not None:  # other ranks ask for the new weights
             self.updater.free_sums()
         self.counters.stepped(skipped=decision.skip)
         if self.residency.exposed.bounds:

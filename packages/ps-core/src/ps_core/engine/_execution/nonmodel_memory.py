@@ -56,7 +56,7 @@ class NonModelMemory:
         peak = self._bytes.take_peak()
         moment.nonmodel_bytes = max(moment.nonmodel_bytes, peak)
         store, ledger = self._store, self._store.ledger
-        ledger.end_moment(peak + self._constant_bytes, backward=moment.backward)
+        ledger.end_moment(peak + self._constant_bytes)
         needed = (store.held_bytes if planned else ledger.used_bytes[0]) + ledger.nonmodel_bytes
         ledger.set_nonmodel(self._bytes.current_bytes + self._constant_bytes)
         return needed

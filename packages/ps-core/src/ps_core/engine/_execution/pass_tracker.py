@@ -320,7 +320,7 @@ class PassTracker:
         self._store.ledger.note_left_over(self.nonmodel.free_broken_pass() if self.broke_off else 0)
         training = backward or torch.is_grad_enabled()
         self.recording, self.followed = PassRecording(regular=not backward, training=training), False
-        self.driver = self.demand if backward and not self._resident else self.scheduler.driver_for_pass(training)
+        self.driver = self.scheduler.driver_for_pass(training, backward=backward)
         self.current = None
         if self._resident:
             self.current = MomentRecord(False, (), (), name="a pass")
@@ -376,7 +376,7 @@ class PassTracker:
             uninstall()
         self._store.ledger.set_nonmodel(0)
         recording.regular = recording.regular and not _has_saved(self._records)
-        self._counters.passed(replayed=self.driver is not self.demand)
+        self._counters.passed(replayed=self.driver.follows_plan)
         self.gradient_passes += recording.training and any(map(_GRADS, recording.moments))
         if self.tracked or self.broke_off:  # else the recording has no new figures
             self.scheduler.observe(recording)

@@ -31,6 +31,8 @@ from ps_core.engine._support.counters import Counters
 class PlanDriver:
     """Drive one pass, or one step, by one segment of a plan."""
 
+    follows_plan = True
+
     def __init__(
         self,
         plan: EnginePlan,

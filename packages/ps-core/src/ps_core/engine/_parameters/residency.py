@@ -173,6 +173,9 @@ class Residency:
     def complete(self, group: ParamGroup) -> None:
         """Do nothing: a group whose home slots are reserved has all its chunks."""
 
+    def end_change(self) -> None:
+        """Do nothing: no other rank asks for shards of groups that have just changed."""
+
     def release_chunks(self, group: ParamGroup) -> None:
         """Release the home slot and the copies of every chunk of a group that is not used any more."""
         for chunk in group.chunks.values():

@@ -99,7 +99,6 @@ class RanksPlanDriver(PlanDriver):
                 self._pass_over(moment.name)
         super().finish()
         self._ranks.end_all()
-        self._shards.note_end()
 
     def _make_executor(
         self,
@@ -130,9 +129,7 @@ def following_driver(
     shards: ShardedResidency,
     sums: ShardedGradients,
     counters: Counters,
-    *,
-    larger: bool,
 ) -> FollowingDriver:
     """Return what drives a pass that does not begin by the plan, but takes part in the plan's collectives."""
     left = LeftOver(collectives_of(plan, plan.segments[segment]), {}, queue_for(segment, shards))
-    return FollowingDriver(left, plan.learning, shards, sums, counters, larger=larger)
+    return FollowingDriver(left, plan.learning, shards, sums, counters)

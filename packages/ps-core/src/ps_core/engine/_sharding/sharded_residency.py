@@ -2,10 +2,9 @@
 
 [Note: shards]
 Home slots hold this rank's shard of each kind. Parameters are bound to the group's FULL copy on the compute tier, which
-has no home slot. It is gathered when a moment needs it, or before (see `collective_schedule`). It is released when a
-moment begins that does not need it. Where all ranks have plenty of room, it is released when its gradients leave. A
-copy with live aliases stays in the budget until they are gone, but counts as evicted. For when they go may be up to the
-garbage collector.
+has no home slot. The plan says when it is gathered and released. Without a plan it is asked for when a moment needs it
+(see `following_driver`), and released when the next moment begins. A copy with live aliases stays in the budget until
+they are gone, but counts as evicted. For when they go may be up to the garbage collector.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.shard_promotion import ShardPromoter
 from ps_core.engine._sharding.streams import ORDERED_QUEUES, collective_ordering
 
 _PATIENCE_S = 0.5
@@ -50,18 +48,13 @@ class ShardedResidency(Residency):
         self._ask: Callable[[int, int], list[torch.Tensor]] | None = None
         self.moving = Lock()
         """Held while a plan moves shards, and while another thread reads one."""
-        self._steps = 0
-        """Optimizer steps that are over: every rank's weights are of the same step when it answers for its shard."""
-        self._stepped = Condition(self.moving)
-        self._step_over: list[Event] = []
-        """Events behind the last step on every queue."""
+        self._changes = 0
+        """Optimizer steps, and changes of groups, that are over; a rank answers for its shard after as many."""
+        self._changed_shards = Condition(self.moving)
+        self._change_over: list[Event] = []
+        """Events behind the last change on every queue."""
         self._disk_moves: dict[Queue, Event] = {}
         """Events behind the home slots that a plan moved to and from the disk since."""
-        self.promoter = ShardPromoter(self, groups)
-        self.forwards = 0
-        """Forward passes begun in this pass whose activations wait for backward."""
-        self.unknown = False
-        """The pass is of a larger batch than any before: nothing is gathered ahead of need."""
         self._whole: tuple[Chunk, int, torch.Tensor] | None = None
         """The group last gathered for reading, with its version: the next tensor is mostly of the same group."""
         self.ordering = collective_ordering(self, together)
@@ -81,19 +74,6 @@ class ShardedResidency(Residency):
             del group.chunks[Kind.FULL]
         super().release_chunks(group)
 
-    def note_forward(self, *, trains: bool) -> int:
-        """Note that a forward pass begins; return how many of this pass wait for backward."""
-        self.forwards += trains
-        return self.forwards
-
-    def note_larger_batch(self) -> None:
-        """Gather nothing ahead of need in this pass: how much memory it takes is not known."""
-        self.unknown = True
-
-    def note_end(self) -> None:
-        """Note that the pass is over."""
-        self.forwards, self.unknown = 0, False
-
     def begin_gather(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
         """Return a slot for the whole group, its elements, and this rank's part of them, filled with its shard."""
         chunk = group.weight_chunk
@@ -112,16 +92,13 @@ class ShardedResidency(Residency):
         """Mark the slot that `begin_gather` returned as filled."""
         group.weight_chunk.fill(slot)
 
-    def shard_for_peers(self, group: ParamGroup, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
-        """Return this rank's shard for a gather: where it lies, or copied into a slot that the caller returns.
-
-        ``changing``: it may be written before they have it.
-        """
+    def shard_for_peers(self, group: ParamGroup) -> tuple[torch.Tensor, Slot | None]:
+        """Return this rank's shard for a gather: where it lies, or copied into a slot that the caller returns."""
         source, valid = (
             group.chunks[group.weight].source(),
             all(r.contents is SlotContents.WEIGHT for r in group.tensors),
         )
-        if valid and self.ordering.reaches(source) and not changing:
+        if valid and self.ordering.reaches(source):
             self.ordering.before()
             return source.flat(group.dtype, group.shard_numel), None
         slot = self.take_slot(max(align_up(group.chunks[group.weight].bytes), 128))
@@ -172,26 +149,26 @@ class ShardedResidency(Residency):
         """Answer other ranks' questions for shards, on whatever thread, as long as this object lives."""
         answer = WeakMethod(self.answer)
 
-        def answer_if_alive(index: int, steps: int) -> torch.Tensor | None:
+        def answer_if_alive(index: int, changes: int) -> torch.Tensor | None:
             found = answer()
-            return torch.empty(0, dtype=torch.uint8, device="cpu") if found is None else found(index, steps)
+            return torch.empty(0, dtype=torch.uint8, device="cpu") if found is None else found(index, changes)
 
         self._ask = self.together.serve(answer_if_alive)
 
-    def answer(self, index: int, steps: int) -> torch.Tensor | None:
-        """Return this rank's shard of a group's weight after so many steps; None: this rank's step goes on still.
+    def answer(self, index: int, changes: int) -> torch.Tensor | None:
+        """Return this rank's shard of a group's weight after so many changes; None: the last one goes on still.
 
         Called by another thread, for a rank that is in a pass. So no rank begins the next step meanwhile, but this one
         may not have ended the step before. The weight's own shard may be overwritten by a sum; the master rounds to
         the same.
         """
-        group = self.groups[index]
-        kind = Kind.P32 if group.trainable else group.weight
-        with self._stepped:
-            if not self._stepped.wait_for(lambda: self._steps >= steps, _PATIENCE_S):
+        with self._changed_shards:
+            if not self._changed_shards.wait_for(lambda: self._changes >= changes, _PATIENCE_S):
                 return None
-            for event in (*self._step_over, *self._disk_moves.values()):
+            for event in (*self._change_over, *self._disk_moves.values()):
                 event.block()
+            group = self.groups[index]
+            kind = Kind.P32 if Kind.P32 in group.chunks else group.weight
             chunk = group.chunks[kind]
             slots = [slot for slot in (chunk.home, *chunk.copies.values()) if slot.version == chunk.version]
             source = max(slots, key=lambda slot: slot.tier)  # the lowest: an accelerator may be waiting
@@ -214,8 +191,8 @@ class ShardedResidency(Residency):
         if kind in (Kind.P32, Kind.P16):
             self._disk_moves[queue] = self.store.device.record(queue)
 
-    def end_step(self) -> None:
-        """Note that this rank's shards are those after one more step, and let answers for them go."""
+    def end_change(self) -> None:
+        """Note that this rank's shards are those after one more step, or change of groups; answer for them."""
         store = self.store
         if self._ask is None:
             return
@@ -223,15 +200,15 @@ class ShardedResidency(Residency):
         over: list[Event] = [] if store.synchronous else [store.device.record(queue) for queue in queues]
         if store.device.worker is not None:
             over.append(store.device.worker.launch("the end of a step", (), (), _nothing))
-        with self._stepped:
-            self._steps += 1
-            self._step_over, self._disk_moves = over, {}
-            self._stepped.notify_all()
+        with self._changed_shards:
+            self._changes += 1
+            self._change_over, self._disk_moves = over, {}
+            self._changed_shards.notify_all()
 
     def ask_for(self, group: ParamGroup, whole: torch.Tensor) -> None:
         """Fill ``whole`` with a group's weight, of which other ranks answer with their shards."""
         assert self._ask is not None, "`serve` was called"
-        for rank, shard in enumerate(self._ask(group.index, self._steps)):
+        for rank, shard in enumerate(self._ask(group.index, self._changes)):
             whole[rank * group.shard_numel : (rank + 1) * group.shard_numel].copy_(shard.view(group.dtype))
 
     def release_unaliased(self) -> None:
