@@ -29,6 +29,7 @@ from ps_core._simulate.cluster import ring_s
 from ps_core._trace import Amounts
 from ps_core.engine._sharding.submitted import Submitted
 from ps_core.engine._tracing.op_costs import amounts_of
+from ps_dist import Mesh
 
 _PATIENCE_S = 60.0
 
@@ -89,8 +90,8 @@ class TimedPending:
 class TimedSession(Session):
     """Messages of a job; how long each takes is noted in the thread's time."""
 
-    def __init__(self, meeting: Meeting, rank: int, runtime: TimedRuntime) -> None:
-        super().__init__(meeting, rank)
+    def __init__(self, meeting: Meeting, mesh: Mesh, runtime: TimedRuntime) -> None:
+        super().__init__(meeting, mesh)
         self._runtime = runtime
 
     def meet(self, what: str, value: Any) -> list[Any]:
@@ -102,7 +103,7 @@ class TimedSession(Session):
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
         return self.meet(what, mine)
 
-    def on_device(self, carrier: Any) -> StreamCollectives:
+    def on_device(self, carrier: Any, *, planned: bool = False) -> StreamCollectives:
         return StreamCollectives(self, carrier)
 
 
@@ -159,7 +160,7 @@ class TimedTogether(Together):
     def __init__(self, meeting: Meeting, rank: int, machine: Machine) -> None:
         super().__init__(meeting, rank)
         self.runtime = CountingRuntime(share_of(machine, meeting.ranks))
-        self._session: TimedSession = TimedSession(meeting, rank, self.runtime)
+        self._session: TimedSession = TimedSession(meeting, self.mesh, self.runtime)
 
     def _submit(self, work: Callable[[], object]) -> TimedPending:
         begun, runtime = self.runtime.now_s, self.runtime

@@ -198,12 +198,12 @@ class FollowingDriver:
     def _move_down(self, *, final: bool = False) -> bool:
         """Move the gradients of one group to host memory; return False if none are left on the compute tier.
 
-        ``final``: only groups to which no gradient comes any more.
+        ``final``: only groups to which no gradient comes any more, and only into memory that is free.
         """
         if len(self._store.tiers) == 1:
             return False
         for group, (slot, records) in self._staged.items():
-            if not slot.tier and (not final or self._is_final(group)):
+            if not slot.tier and (not final or (self._is_final(group) and self._store.free_bytes(1) >= slot.bytes)):
                 below = self._store.reserve(1, slot.bytes)
                 self._move(slot, below)
                 self._staged[group] = below, records

@@ -201,7 +201,6 @@ class RanksScheduler(PlanScheduler):
         """Plan if the ranks agreed to; then carry out the plan's step, if it is the step that is wanted."""
         if self._alike.agreed_to_plan:
             self._plan_recorded()
-            self._recorded = True
         elif self._estimated:
             self._recorded = True
         self._estimated, self._mine = self._estimated and not self._recorded, None
@@ -214,6 +213,7 @@ class RanksScheduler(PlanScheduler):
         self._plans_made += 1
         self._steps_until_plan = 2 ** max(0, self._plans_made - _PLANS_AT_ONCE + 1)
         self._plan_together(mine, "the recorded pass")
+        self._recorded = True
 
     def _plan_together(self, mine: list[tuple[PassRecording, BatchShape]], what: str) -> None:
         """Exchange what the ranks recorded or estimated, and follow a plan of it, if there is one."""
