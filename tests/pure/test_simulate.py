@@ -338,7 +338,7 @@ def slow_clock(
     program: Program, plan: Plan, machine: Machine, names: tuple[SegmentName, ...]
 ) -> tuple[list[list[float]], float]:
     """Begin of every instruction, segment by segment, comparing every pair."""
-    costs = Costs(program, plan.tiers, machine, program.ranks, beside=has_worker(program, plan))
+    costs = Costs(program, plan.tiers, machine, program.ranks, beside=has_worker(plan))
     free = dict.fromkeys(Queue, 0.0)
     earlier: list[tuple[list[Piece], float]] = []
     begins = []
@@ -420,7 +420,7 @@ def test_the_engine_is_never_faster_than_the_bound(seed: int, origin: str, itera
     found = simulate(program, plan, machine, iterations=iterations)
     assert found.step_time_s >= found.bound_step_time_s * (1 - 1e-12)
     assert found.step_time_s >= max(found.busy_s.values()) * (1 - 1e-12)
-    if has_worker(program, plan):
+    if has_worker(plan):
         return
     names = program.iteration()
     alone = sum(slow_clock(program, plan, machine, (name,))[1] for name in names)
@@ -430,9 +430,9 @@ def test_the_engine_is_never_faster_than_the_bound(seed: int, origin: str, itera
         assert found.step_time_s == pytest.approx(alone)
 
 
-def has_worker(program: Program, plan: Plan) -> bool:
+def has_worker(plan: Plan) -> bool:
     """Whether a thread does the processor's work, beside the accelerator."""
-    return program.ranks == 1 and plan.tiers[0].name == "device"
+    return plan.tiers[0].name == "device"
 
 
 def held_up(one: Segment) -> bool:
