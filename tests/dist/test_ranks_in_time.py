@@ -101,7 +101,7 @@ def train(each: TimedTogether, folder: Path, case: Case, *, layers: int = 4) -> 
         optimizer.zero_grad()
     told = statistics(model)
     assert told.divergences == 0, told.last_divergence
-    assert told.planned_passes == (STEPS - 1) * case.micro_batches
+    assert told.planned_passes == STEPS * case.micro_batches
     planned = hooks_of(model).engine.passes.scheduler.planned
     assert planned is not None
     trace = planned.program.trace

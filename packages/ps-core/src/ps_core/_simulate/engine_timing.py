@@ -79,7 +79,7 @@ class Issuing:
             raise InvalidInput(f"a copy of {program.ranks} processes neither fills nor divides nodes of {per_node}")
         self._played = machine.played_copy_bandwidth > 0
         self._worker = tiers[0].name == "device" and not self._played
-        self._in_backward = in_backward and self._worker
+        self._in_backward = in_backward and self._worker and program.ranks == 1
         self._costs = Costs(program, tiers, machine, per_node, beside=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node
         self._spare = machine.host_memory_bandwidth / machine.host_bandwidth - 1

@@ -2,8 +2,8 @@
 
 Only the thread of collectives launches on that stream, in its own time. So what the plan has the collective queue wait
 for goes with the next collective. And a queue waits for a collective once it uses one of its slots, or memory that was
-released behind it. Nothing else waits: no copy waits for a collective that does not use the copy's memory, and no
-collective waits for work that it does not need.
+released behind it. Nothing else waits: no copy for a collective that does not use its memory, and no collective for
+work that it does not need.
 """
 
 from __future__ import annotations
