@@ -166,7 +166,7 @@ def test_cards_that_processes_share(monkeypatch: pytest.MonkeyPatch) -> None:
 class Decides:
     """Collectives that write down what they are asked."""
 
-    rank, ranks, copy, local_ranks, card = 0, 1, 0, 1, None
+    rank, ranks, copy, processes, local_ranks, card = 0, 2, 0, 2, 1, None
     host_memory, why_not_shared = None, ""
 
     def __init__(self, process: int) -> None:
