@@ -27,7 +27,7 @@ from ps_core._plan import (
     Tier,
 )
 from ps_core._program import Extent, Kind, Precision, Program
-from ps_core._simulate.cluster import ring_s
+from ps_core._simulate.cluster import LINK_HOP_S, NODE_HOP_S, ring_s
 from ps_core._simulate.instruction_times import Costs
 from ps_core._simulate.machine import MACHINES, Machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
@@ -148,6 +148,20 @@ def test_collectives_cross_the_slower_link() -> None:
         assert seconds(op, Queue.COLL, program(ranks=4), ranks_per_node=2) == sent / 4 + two
         fp32 = program(ranks=4, precision=Precision.FP32)
         assert seconds(op, Queue.COLL, fp32, ranks_per_node=4) == 2 * sent / 64 + one
+
+
+def test_a_sum_across_copies_receives_a_part_from_each_copy_and_then_the_others() -> None:
+    """Two copies of two processes: gathers stay within a node of two, sums do not."""
+    copies = replace(program(ranks=2), copies=2)
+    within, across = NUMEL * 2, NUMEL // 2 * 4 + NUMEL // 2 * 2
+    gather, total = Gather(0, 0, 1, 0), ReduceScatter(0, 0, 1, 2, 0)
+    one = within / 64 + 0.25 + ring_s(2, 2)
+    assert seconds(gather, Queue.COLL, copies, ranks_per_node=2) == one
+    between, near = one + (across / 2 + 2 * NODE_HOP_S), one + (across / 64 + 2 * LINK_HOP_S)
+    assert seconds(total, Queue.COLL, copies, ranks_per_node=2) == between
+    assert seconds(total, Queue.COLL, copies, ranks_per_node=4) == near
+    fp32 = replace(copies, precision=Precision.FP32)
+    assert fp32.across_bytes(0) == NUMEL // 2 * (4 + 4)
 
 
 def test_deciding_costs_a_message_where_there_is_somebody_to_ask() -> None:

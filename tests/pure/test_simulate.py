@@ -338,7 +338,7 @@ def slow_clock(
     program: Program, plan: Plan, machine: Machine, names: tuple[SegmentName, ...]
 ) -> tuple[list[list[float]], float]:
     """Begin of every instruction, segment by segment, comparing every pair."""
-    costs = Costs(program, plan.tiers, machine, program.ranks, beside=has_worker(program, plan))
+    costs = Costs(program, plan.tiers, machine, program.ranks * program.copies, beside=has_worker(program, plan))
     free = dict.fromkeys(Queue, 0.0)
     earlier: list[tuple[list[Piece], float]] = []
     begins = []
@@ -432,7 +432,7 @@ def test_the_engine_is_never_faster_than_the_bound(seed: int, origin: str, itera
 
 def has_worker(program: Program, plan: Plan) -> bool:
     """Whether a thread does the processor's work, beside the accelerator."""
-    return program.ranks == 1 and plan.tiers[0].name == "device"
+    return not program.sharded and plan.tiers[0].name == "device"
 
 
 def held_up(one: Segment) -> bool:
@@ -473,7 +473,7 @@ def test_never_shorter_than_the_longest_chain(seed: int, origin: str) -> None:
     program, plan = random_plan(random.Random(seed), origin, TINY)
     machine = random_machine(random.Random(seed))
     found = simulate(program, plan, machine, iterations=1)
-    costs = Costs(program, plan.tiers, machine, program.ranks)
+    costs = Costs(program, plan.tiers, machine, program.ranks * program.copies)
     for name in program.iteration():
         instrs = plan.segment(name).instrs
         sizes = {op.slot: 0 for op in (instr.op for instr in instrs) if isinstance(op, Shift)}
