@@ -57,6 +57,7 @@ def test_one_largest_extent_above_the_bound_there_is_always_a_plan(program, stac
     else:
         setup = Setup(
             ranks=program.ranks,
+            copies=program.copies,
             precision=program.precision,
             accumulate=program.accumulate,
             training=program.training,

@@ -475,7 +475,7 @@ def test_never_shorter_than_the_longest_chain(seed: int, origin: str) -> None:
     program, plan = random_plan(random.Random(seed), origin, TINY)
     machine = random_machine(random.Random(seed))
     found = simulate(program, plan, machine, iterations=1)
-    costs = Costs(program, plan.tiers, machine, program.ranks)
+    costs = Costs(program, plan.tiers, machine, program.ranks * program.copies)
     for name in program.iteration():
         instrs = plan.segment(name).instrs
         sizes = {op.slot: 0 for op in (instr.op for instr in instrs) if isinstance(op, Shift)}

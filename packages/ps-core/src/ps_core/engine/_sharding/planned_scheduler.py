@@ -119,7 +119,7 @@ class RanksScheduler(PlanScheduler):
         if (
             plan is None
             or batch is None
-            or training > self._setup.training
+            or (training and not self._setup.training)
             or self._has_gradients_over_weights()
             or (training and self._has_sums_besides(plan))
         ):
