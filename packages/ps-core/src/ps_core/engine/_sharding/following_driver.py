@@ -94,7 +94,7 @@ class FollowingDriver:
                 break
         self._counters.fetched(early=False)
         if group.weight_chunk.newest(0) is None:
-            slot, whole, _ = self._buffer(group)
+            slot, whole = self._buffer(group)
             self._shards.ask_for(group, whole)
             self._shards.end_gather(group, slot)
 
@@ -114,14 +114,14 @@ class FollowingDriver:
             self._queue.gather(group, own, slot.flat(group.dtype, group.chunk_numel)).wait()
             self._shards.return_slot(slot)
         else:
-            slot, whole, _ = self._buffer(group)
+            slot, whole = self._buffer(group)
             self._queue.gather(group, own, whole).wait()
             self._shards.end_gather(group, slot)
             self._fetched[group] = None
         if lent is not None:
             self._shards.return_slot(lent)
 
-    def _buffer(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
+    def _buffer(self, group: ParamGroup) -> tuple[Slot, torch.Tensor]:
         self._make_room(group.weight_chunk.bytes, f"gather {group.name}")
         return self._shards.begin_gather(group)
 

@@ -74,19 +74,15 @@ class ShardedResidency(Residency):
             del group.chunks[Kind.FULL]
         super().release_chunks(group)
 
-    def begin_gather(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
-        """Return a slot for the whole group, its elements, and this rank's part of them, filled with its shard."""
+    def begin_gather(self, group: ParamGroup) -> tuple[Slot, torch.Tensor]:
+        """Return a slot for the whole group, and its elements, which the caller fills."""
         chunk = group.weight_chunk
         slot = chunk.copies.get(0)
         if slot is None:
             slot = self.take_slot(chunk.bytes, group.tensors[0])
             chunk.add_copy(slot)
         chunk.invalidate(slot)
-        whole = slot.flat(group.dtype, group.chunk_numel)
-        numel = group.shard_numel
-        own = whole[group.rank * numel : (group.rank + 1) * numel]
-        self._copy_shard(group, own)
-        return slot, whole, own
+        return slot, slot.flat(group.dtype, group.chunk_numel)
 
     def end_gather(self, group: ParamGroup, slot: Slot) -> None:
         """Mark the slot that `begin_gather` returned as filled."""
@@ -208,6 +204,7 @@ class ShardedResidency(Residency):
     def ask_for(self, group: ParamGroup, whole: torch.Tensor) -> None:
         """Fill ``whole`` with a group's weight, of which other ranks answer with their shards."""
         assert self._ask is not None, "`serve` was called"
+        self.store.device.declare_access(Queue.COMPUTE, f"shards of {group.name}", (), (whole,))
         for rank, shard in enumerate(self._ask(group.index, self._changes)):
             whole[rank * group.shard_numel : (rank + 1) * group.shard_numel].copy_(shard.view(group.dtype))
 
