@@ -118,9 +118,10 @@ TAIL = """
   system paid for moves that nothing hid, at a batch and on a network that are not known here. Nothing is fitted: a
   machine file with the rates a cluster reaches (`pstar doctor --calibrate` on one of its nodes) says more than this
   page.
-- **Sums in rank order** cost several nodes 5 to 50 per cent of a step. They could be handed on from node to node with the
-  same bits, and then come to each once, as shards do. That is not built. Stragglers, congestion, and adapters that are shared with storage are not in it, and
-  they are what large clusters lose most to.
+- **Sums in rank order** cost several nodes 5 to 50 per cent of a step. They could be handed on from node to node with
+  the same bits, and then come to each once, as shards do. That is not built.
+- **What large clusters lose most to** is not in the model: stragglers, congestion, and adapters that are shared with
+  storage.
 - **In the thousands** a ring's hops are up to half of a collective's time, and the prediction depends on two latencies
   that were taken from NCCL's own model and not measured. Libraries cut this with trees or several rings, users with
   copies: `connect(replicate=...)` keeps gathers within a few nodes. `pstar plan` knows one copy only.
