@@ -102,7 +102,7 @@ plan would allow, were they to overlap. Several processes follow [one plan](dist
 
 A gather takes its bytes at the slower of a GPU's link and its node's adapters together: a shard comes to each node
 once. A sum adds gradients in rank order, for the same bits on any number of nodes. So each rank's come to a node by
-themselves, and take the GPU's part of the adapters: 8 times as long. Both have *hops*: the first byte has to come
+themselves, at the GPU's part of the adapters, several times as long. Both have *hops*: the first byte has to come
 round. In a ring of p processes on n nodes there are p - n hops of 3.4 us within nodes and n - 1 of 14 us between them;
 in a tree the logarithms of both. The columns *ring* and *tree* are the busy time of a step's collectives with one or
 the other. They run beside the computation, so the step is not their sum; its time is predicted with the ring, which is
