@@ -103,7 +103,7 @@ these are.
 
 A gather takes its bytes at the slower of a GPU's link and its node's adapters together: a shard comes to each node
 once. A sum adds gradients in rank order, for the same bits on any number of nodes. So each rank's come to a node by
-themselves, and take the GPU's part of the adapters: 8 times as long. Both have *hops*: the first byte has to come
+themselves, at the GPU's part of the adapters, several times as long. Both have *hops*: the first byte has to come
 round. In a ring of p processes on n nodes there are p - n hops of 3.4 us within nodes and n - 1 of 14 us between them;
 in a tree the logarithms of both. The columns *ring* and *tree* are the busy time of a step's collectives with one or
 the other. They run beside the computation, so the step is not their sum; its time is predicted with the ring, which is
@@ -121,8 +121,8 @@ TAIL = """
   page.
 - **Sums in rank order** cost several nodes 5 to 50 per cent of a step. They could be handed on from node to node with
   the same bits, and then come to each once, as shards do. That is not built.
-- **Not in it**: stragglers, congestion, and adapters that are shared with storage. They are what large clusters lose
-  most to.
+- **What large clusters lose most to** is not in the model: stragglers, congestion, and adapters that are shared with
+  storage.
 - **In the thousands** a ring's hops are up to half of a collective's time, and the prediction depends on two latencies
   that were taken from NCCL's own model and not measured. Libraries cut this with trees or several rings, users with
   copies: `connect(replicate=...)` keeps gathers within a few nodes. `pstar plan --replicate` plans them.

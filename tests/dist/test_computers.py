@@ -75,7 +75,10 @@ def test_a_planned_step_takes_the_bytes_that_are_predicted(two: Crew, four: Crew
     assert sum(each["network"] for each in counted) == pytest.approx(4 * predicted["network"], rel=0.02)
     assert predicted["network"] < predicted["wire"]
     together = four.run(cases.follows_a_plan, "aaaa", device)
+    uneven = four.run(cases.follows_a_plan, "aaab", device)
     assert [weights for *_, weights in together] == [weights for *_, weights in rows]
+    assert [weights for *_, weights in together] == [weights for *_, weights in uneven]
+    assert [found["wire"] for found, *_ in uneven] == [found["wire"] for found, *_ in rows]
     assert "network" not in together[0][1]
 
 
