@@ -181,8 +181,10 @@ class ModelHooks:
         Nothing is changed while the model runs, or while backward repeats its forward.
         """
         between = not self._running and (torch._C._current_graph_task_id() == -1 or not recomputing())
-        if between and torch.is_grad_enabled():
-            self.train_unfrozen()
+        for record in self._frozen:
+            if record.parameter.requires_grad and between and torch.is_grad_enabled():
+                self._train_frozen()
+                break
         owner_ids, parameters, has_compiled = _look_at(model)
         if (owner_ids == self._owner_ids and all(map(is_, parameters, self._parameters))) or not between:
             return has_compiled
@@ -194,10 +196,8 @@ class ModelHooks:
 
     def train_unfrozen(self) -> None:
         """Begin to train the parameters that were unfrozen since the last pass, if there are any."""
-        for record in self._frozen:
-            if record.parameter.requires_grad:
-                self._train_frozen()
-                return
+        if any(record.parameter.requires_grad for record in self._frozen):
+            self._train_frozen()
 
     @defer_interrupts_installing
     def _train_frozen(self) -> None:

@@ -176,6 +176,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for rows in (self.param_groups[index]["params"], self.param_groups[index]["param_names"], self._members[index]):
             del rows[place]
 
+    def _list_trained(self) -> None:
+        """Put what is trained now into its group; raise `InvalidInput` for gradients that are not the model's."""
+        for record in [each for each in self._unlisted if each.trainable]:
+            self._unlisted.remove(record)
+            self._list(record, self._groups_of[record])
+        if any(parameter.grad is not None for parameter, _ in self._awaited.values()):
+            raise InvalidInput(
+                "add_param_group was given parameters that have gradients and are not the model's: add their module to "
+                "the model, and call the model"
+            )
+
     def _leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take frozen parameters out of the param groups until they are trained, or `add_param_group` names them."""
         wanted = set(map(id, parameters))
@@ -187,14 +198,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Return a function that returns a parameter's settings, as the groups have them now."""
         if len(self._source) > self._known:
             self._take_in()
-        for record in [each for each in self._unlisted if each.trainable]:
-            self._unlisted.remove(record)
-            self._list(record, self._groups_of[record])
-        if any(parameter.grad is not None for parameter, _ in self._awaited.values()):
-            raise InvalidInput(
-                "add_param_group was given parameters that have gradients and are not the model's: add their module to "
-                "the model, and call the model"
-            )
+        if self._unlisted or self._awaited:
+            self._list_trained()
         if len(self.param_groups) != len(self._members):
             raise InvalidInput(
                 f"param_groups was assigned {len(self.param_groups)} groups, expected {len(self._members)}: assign as "
