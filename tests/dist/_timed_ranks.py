@@ -26,6 +26,7 @@ from _virtual_clock import TimedDevice, TimedRuntime
 from ps_core import Machine
 from ps_core._plan import Queue
 from ps_core._simulate.cluster import ring_s
+from ps_core._simulate.transport import Transport, transport
 from ps_core._trace import Amounts
 from ps_core.engine._sharding.submitted import Submitted
 from ps_core.engine._tracing.op_costs import amounts_of
@@ -90,8 +91,9 @@ class TimedPending:
 class TimedSession(Session):
     """Messages of a job; how long each takes is noted in the thread's time."""
 
-    def __init__(self, meeting: Meeting, mesh: Mesh, runtime: TimedRuntime) -> None:
+    def __init__(self, meeting: Meeting, mesh: Mesh, runtime: TimedRuntime, way: Transport) -> None:
         super().__init__(meeting, mesh)
+        self.way = way
         self._runtime = runtime
 
     def meet(self, what: str, value: Any) -> list[Any]:
@@ -147,10 +149,10 @@ class StreamCollectives:
         mine = max(stream.free_s, runtime.now_s)
         rows = session._meeting.exchange(session._rank, what, (mine, value))
         stream.free_s = max(when for when, _ in rows)
-        sent, machine = shard_bytes * (len(rows) - 1), runtime.machine
+        sent, way = shard_bytes * (len(rows) - 1), session.way
         session.received_bytes += sent
-        hops_s = ring_s(len(rows), len(rows))
-        stream.take(sent / machine.collective_bandwidth + machine.latency_s + hops_s, what)
+        hops_s = 0.0 if way.by_host else ring_s(len(rows), len(rows))
+        stream.take(sent / way.bandwidth + runtime.machine.latency_s + hops_s, what)
         return [each for _, each in rows]
 
 
@@ -160,7 +162,8 @@ class TimedTogether(Together):
     def __init__(self, meeting: Meeting, rank: int, machine: Machine) -> None:
         super().__init__(meeting, rank)
         self.runtime = CountingRuntime(share_of(machine, meeting.ranks))
-        self._session: TimedSession = TimedSession(meeting, self.mesh, self.runtime)
+        way = transport(machine, ranks=meeting.ranks, ranks_per_node=meeting.ranks)
+        self._session: TimedSession = TimedSession(meeting, self.mesh, self.runtime, way)
 
     def _submit(self, work: Callable[[], object]) -> TimedPending:
         begun, runtime = self.runtime.now_s, self.runtime

@@ -172,7 +172,7 @@ def test_times_do_not_depend_on_when_threads_run(monkeypatch: pytest.MonkeyPatch
 
 def test_collectives_and_messages_join_the_ranks_by_hand() -> None:
     """Rank 0 comes to the gather at 1 s and rank 1 at 3 s; what either does besides goes on."""
-    machine = replace(NODE, latency_s=0.5, collective_bandwidth=100.0)
+    machine = replace(NODE, latency_s=0.5, collective_bandwidth=100.0, h2d_bandwidth=50.0)
     found: dict[int, tuple[float, ...]] = {}
 
     def meets(each: TimedTogether) -> None:
