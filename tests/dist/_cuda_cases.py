@@ -297,9 +297,10 @@ def waits_on_its_stream(each: ps_dist.TorchCollectives, fault: str) -> str:
     return str(caught.value)
 
 
-def does_not_synchronize(each: ps_dist.TorchCollectives) -> list[float]:
-    """The losses where the other thread does not wait for its own copies."""
+def does_not_synchronize(each: ps_dist.TorchCollectives) -> tuple[list[float], list[float]]:
+    """The right losses, and those where the other thread does not wait for its own copies."""
+    wanted = trained(each, on(Way(precision="bf16"), "emulated")).losses
     runtime = FakeRuntime(None)
     runtime._eagerness = 0.0  # nothing is done before somebody waits for it
     with runtime, mock.patch.object(beside.DeviceStaging, "synchronize"):
-        return trained(each, on(Way(precision="bf16"), CudaDevice(runtime))).losses
+        return wanted, trained(each, on(Way(precision="bf16"), CudaDevice(runtime))).losses
