@@ -76,7 +76,7 @@ def on_disk(place: Any) -> Budget:
 class Several:
     """What is asked first of collectives."""
 
-    local_ranks = 2
+    local_ranks = processes = 2
 
 
 class OfCard(CpuDevice):
