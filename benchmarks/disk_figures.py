@@ -9,7 +9,7 @@ everything in memory, one over the disk. Compared are
 - losses, which must be the same to the bit;
 - the process's largest resident set as the system counts it, beyond what it had after imports, with the budget;
 - bytes read and written in a step with the least that is possible: every byte of model data changes in a step, so what
-  is not in memory at the tide's peak was written since and is read again;
+  is not in memory at the peak of non-model bytes was written since and is read again;
 - a step's time with that of the same bytes in the same pieces between the same file and memory, and nothing else.
 """
 
@@ -29,8 +29,8 @@ import torch
 
 from engine_figures import GPT, Shape, batches, check, parameters_of, peak_of_activations
 from ps_core import AdamW, Budget
+from ps_core._extents import SegmentName
 from ps_core._plan import Copy
-from ps_core._program import SegmentName
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.disk.file import DiskFile
 from ps_core.engine._devices.disk.queues import DiskStreams

@@ -161,13 +161,13 @@ def show_speed(taken: dict[str, list[float]], shape: Shape, ours: str) -> float:
 
 def peak_of_activations(shape: Shape, precision: str) -> int:
     """Most bytes beside the parameters in a pass: gradients are let go as they come."""
-    model, tide = make(shape).to(DTYPES[precision]), TensorBytesTracker()
+    model, tracker = make(shape).to(DTYPES[precision]), TensorBytesTracker()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
-    tide.start()
+    tracker.start()
     model(next(batches(shape))).backward()
-    tide.stop()
-    return tide.take_peak()
+    tracker.stop()
+    return tracker.take_peak()
 
 
 def parameters_of(shape: Shape) -> int:

@@ -93,35 +93,39 @@ process), blocks recomputed in backward, the loss in chunks of rows. *Peaks* are
 of host memory. TFLOPS count 8 operations per parameter and token, per GPU. *Published* is PatrickStar (arXiv
 2108.05818; IEEE TPDS 34(1)), read off its plots, at a batch of its choice.
 
-*Step* is with forward, backward and optimizer one after the other, as several processes do it; *bound* is what the
-plan would allow, were they to overlap. Several processes follow [one plan](distributed.md#order), made as these are.
+*Step* is as the engine runs the plan: a process's cores step its shards beside the next forward pass. *Bound* is what
+the plan would allow, were everything to overlap. Several processes follow [one plan](distributed.md#order), made as
+these are.
 
 `pstar plan gpt-175b --gpus 512 --nodes 64 --machine a100-40` asks for one such row.
 
 ## How long a collective takes
 
-Its bytes at the slower of a GPU's link and its node's adapters together, and its *hops*: the first byte has to come
+A gather takes its bytes at the slower of a GPU's link and its node's adapters together: a shard comes to each node
+once. A sum adds gradients in rank order, for the same bits on any number of nodes. So each rank's come to a node by
+themselves, at the GPU's part of the adapters, several times as long. Both have *hops*: the first byte has to come
 round. In a ring of p processes on n nodes there are p - n hops of 3.4 us within nodes and n - 1 of 14 us between them;
 in a tree the logarithms of both. The columns *ring* and *tree* are the busy time of a step's collectives with one or
 the other. They run beside the computation, so the step is not their sum; its time is predicted with the ring, which is
-what NCCL does for gathers and sums of this kind.
+what NCCL does for gathers of this kind.
 """
 
 TAIL = """
 ## Where this is off
 
-- **The published points are slower**: 110 TFLOPS where 140 are predicted (32 GPUs), 126 where 152 are (64), so the
-  prediction is too high by 27 and by 21 per cent. Both rise from 32 to 64 GPUs, which leave less to step and to move on
-  each. The A100's rate for matrix work in the machine file is that of well-tuned code of later years, and the published
-  system paid for moves that nothing hid, at a batch and on a network that are not known here. Nothing is fitted: a
-  machine file with the rates a cluster reaches (`pstar doctor --calibrate` on one of its nodes) says more than this
-  page.
-- **Up to a few hundred GPUs** the model says that the network does not matter for batches like these: a step computes
-  for longer than it gathers. Stragglers, congestion, and adapters that are shared with storage are not in it, and
-  they are what large clusters lose most to.
+- **The published points are slower**: 110 TFLOPS where 139 are predicted (32 GPUs), 126 where 135 are (64), so the
+  prediction is too high by 26 and by 7 per cent. They rise from 32 to 64 GPUs, which leave less to step and to move on
+  each; in the prediction all of that is hidden already. The A100's rate for matrix work in the machine file is that of
+  well-tuned code of later years, and the published system paid for moves that nothing hid, at a batch and on a network
+  that are not known here. Nothing is fitted: a machine file with the rates a cluster reaches (`pstar doctor
+  --calibrate` on one of its nodes) says more than this page.
+- **Sums in rank order** cost several nodes 5 to 50 per cent of a step. They could be handed on from node to node with
+  the same bits, and then come to each once, as shards do. That is not built.
+- **What large clusters lose most to** is not in the model: stragglers, congestion, and adapters that are shared with
+  storage.
 - **In the thousands** a ring's hops are up to half of a collective's time, and the prediction depends on two latencies
   that were taken from NCCL's own model and not measured. Libraries cut this with trees or several rings, users with
-  copies: `connect(replicate=...)` keeps gathers within a few nodes. `pstar plan` knows one copy only.
+  copies: `connect(replicate=...)` keeps gathers within a few nodes. `pstar plan --replicate` plans them.
 - **Batches grow without limit here**: 4096 GPUs take 16.8 million tokens a step, more than a model of this size is
   usually trained with. With fewer sequences a GPU the same bytes are hidden behind less work.
 - **No GPU has run the engine yet.** Up to four processes, on CPUs, have followed such plans: the order has not been put

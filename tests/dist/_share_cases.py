@@ -215,9 +215,9 @@ def sends(each: ps_dist.TorchCollectives, precision: str, roomy: bool) -> tuple[
 
 
 def rises(each: ps_dist.TorchCollectives, folder: str) -> list[tuple[int, int]]:
-    """With a disk next to memory, shards come up while there is room, and go when activations need it.
+    """Train above a disk by plans, which have shards in memory while there is room for them.
 
-    A row a step: how many homes are up, and bytes read. Nothing of this changes a result.
+    A row a step: how many home slots are in memory after it, and bytes read. Nothing of this changes a result.
     """
     fronts, found = [], []
     budgets = {"host": each.local_ranks * 160 * 2**10, "disk": "16MiB", "disk_dir": folder}

@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial, reduce
 from threading import Barrier, Event
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ps_core import RanksDiverged
 from ps_core.engine import _chunked
+from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 from ps_core.engine._sharding.submitted import Submitted
 from ps_dist import Mesh
 from ps_dist._shared_memory import CommonMemory
@@ -33,8 +35,8 @@ class Meeting:
         self._table: list[Any] = [None] * ranks
         self.questioned = Event()
         """Set once any rank asked for a shard."""
-        self.servers: dict[int, Callable[[int, int], Tensor | None]] = {}
-        """By rank: what answers questions for shards."""
+        self.servers: list[list[Callable[[int, int], Tensor | None]]] = [[] for _ in range(ranks)]
+        """By rank, and by model: what answers questions for shards."""
         self.log: list[str] = []
         """Every collective, with who takes or gives."""
 
@@ -59,13 +61,17 @@ class Pending:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
     def wait(self) -> None:
         self._future.result(_PATIENCE_S)
 
 
 class Session:
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting, self._rank = meeting, rank
+    def __init__(self, meeting: Meeting, mesh: Mesh) -> None:
+        self._meeting, self._mesh, self._rank = meeting, mesh, mesh.rank
         self.received_bytes = 0
 
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
@@ -75,9 +81,9 @@ class Session:
         assert (self._rank in takers) == (into is not None)
         rows = self._meeting.exchange(self._rank, f"gather {what}", shard.clone(), shown=f" for {sorted(takers)}")
         if into is not None:
-            self.received_bytes += (len(rows) - 1) * shard.nbytes
+            self.received_bytes += (self._mesh.shards - 1) * shard.nbytes
             with torch.inference_mode():  # a transport writes whatever it is given
-                into.copy_(torch.cat(rows))
+                into.copy_(torch.cat([rows[peer] for peer in self._mesh.shard_peers]))
 
     def reduce_scatter(
         self,
@@ -93,27 +99,28 @@ class Session:
         assert source is None or source.dtype is kind
         mine = None if source is None else source.clone()
         rows = self._meeting.exchange(self._rank, f"sum {what}", mine, shown=f" of {sorted(givers)}")
-        numel = into.numel()
-        others = sum(row is not None for rank, row in enumerate(rows) if rank != self._rank)
+        numel, mesh = into.numel(), self._mesh
+        others = sum(rows[rank] is not None for rank in mesh.shard_peers if rank != self._rank)
         self.received_bytes += others * numel * kind.itemsize
-        parts = [row[self._rank * numel : (self._rank + 1) * numel].float() for row in rows if row is not None]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        into.copy_(total)
+        mine, sums = slice(mesh.shard * numel, (mesh.shard + 1) * numel), []
+        for first in range(0, mesh.size, mesh.shards):
+            parts = [row[mine].float() for row in rows[first : first + mesh.shards] if row is not None]
+            sums += [reduce(torch.add, parts)] if parts else []
+        into.copy_(reduce(torch.add, sums))
+        self.received_bytes += numel * (mesh.copies - 1) // mesh.copies * (4 + into.element_size())
 
 
 class Together:
     """One rank."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.rank = self.process = rank
-        self.ranks = self.local_ranks = meeting.ranks
-        self.copy, self.processes = 0, meeting.ranks
+    def __init__(self, meeting: Meeting, rank: int, copies: int = 1) -> None:
+        self.mesh = Mesh(rank, meeting.ranks, copies)
+        self.process, self.rank = rank, self.mesh.shard
+        self.ranks, self.copy = self.mesh.shards, rank // self.mesh.shards
+        self.processes = self.local_ranks = meeting.ranks
         self.host_memory, self.why_not_shared = None, ""
-        self.common_memory: Callable[[int], CommonMemory] | None = self._make_common
+        self.common_memory: Callable[[int], CommonMemory] | None = self._make_common if copies == 1 else None
         """None: ranks do not map each other's weights."""
-        self.mesh = Mesh(rank, meeting.ranks, 1)
         self.meeting = meeting
         self.asked = 0
         """Questions for shards."""
@@ -123,7 +130,7 @@ class Together:
         """Nothing is begun by the thread of collectives while it is not set."""
         self.gate.set()
         self._thread = ThreadPoolExecutor(1)
-        self._session = Session(meeting, rank)
+        self._session = Session(meeting, self.mesh)
 
     @property
     def received_bytes(self) -> int:
@@ -143,10 +150,6 @@ class Together:
         return mine
 
     def start(self, job: Any) -> Pending:
-        step = getattr(job, "args", (None,))[0]
-        if hasattr(step, "collective"):
-            took_part = "" if step.whole is not None else " -"
-            self.began.append(f"{step.collective.kind.name.lower()} {step.group.name}{took_part}")
         submitted = getattr(job, "__self__", None)
         if isinstance(submitted, Submitted):
             self.began.append(f"{'gather' if submitted.gathers else 'sum'} {submitted.group.name}")
@@ -157,37 +160,41 @@ class Together:
         job(self._session)
 
     def serve(self, answer: Callable[[int, int], Tensor | None]) -> Callable[[int, int], list[Tensor]]:
-        self.meeting.servers[self.rank] = answer
-        return self.ask
+        servers = self.meeting.servers
+        servers[self.process].append(answer)
+        return partial(self.ask, len(servers[self.process]) - 1)
 
-    def ask(self, group: int, steps: int) -> list[Tensor]:
+    def ask(self, model: int, group: int, steps: int) -> list[Tensor]:
         self.asked += 1
         self.meeting.questioned.set()
-        return [self._answer(self.meeting.servers[rank], group, steps) for rank in range(self.ranks)]
+        servers = self.meeting.servers
+        return [self._answer(servers[rank], model, group, steps) for rank in self.mesh.shard_peers]
 
-    def _answer(self, server: Callable[[int, int], Tensor | None], group: int, steps: int) -> Tensor:
+    def _answer(self, servers: list[Callable[[int, int], Tensor | None]], model: int, group: int, steps: int) -> Tensor:
         until = time.monotonic() + _PATIENCE_S
-        while (shard := server(group, steps)) is None:
+        while model >= len(servers) or (shard := servers[model](group, steps)) is None:
             assert time.monotonic() < until
+            time.sleep(0.001)
         return shard
 
     def note(self, what: str) -> None:
         self.began.append(what)
 
     def start_all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> Pending:
-        everyone = range(self.ranks)
+        everyone = range(self.processes)
         return Pending(self._thread.submit(self._session.all_gather, into, shard, what, everyone))
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
-        return (self.ranks - 1) * shard_numel * kind.itemsize
+        across = 8 * shard_numel if self.mesh.copies > 1 else 0
+        return (self.ranks - 1) * shard_numel * kind.itemsize + across
 
     def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
-        return self._thread.submit(self.meeting.exchange, self.rank, f"values: {what}", list(values)).result(
-            _PATIENCE_S
-        )
+        rows = self._thread.submit(self.meeting.exchange, self.process, f"values: {what}", list(values))
+        found = rows.result(_PATIENCE_S)
+        return [found[rank] for rank in self.mesh.shard_peers] if shards_only else found
 
     def agree(self, name: str, value: str) -> None:
-        rows = self._thread.submit(self.meeting.exchange, self.rank, f"agree on {name}", value).result(_PATIENCE_S)
+        rows = self._thread.submit(self.meeting.exchange, self.process, f"agree on {name}", value).result(_PATIENCE_S)
         if len(set(rows)) > 1:
             raise RanksDiverged(f"{name} must be the same on all ranks, found: {rows}")
 
@@ -197,17 +204,27 @@ class Together:
 
 @contextmanager
 def going_by(*, plan: bool) -> Iterator[None]:
-    """Models made in this block follow a plan, or have ranks agree on collectives as where no plan can be made."""
+    """Models made in this block follow a plan, or ask each other for weights as where no plan can be made."""
     with pytest.MonkeyPatch.context() as patch:
         if not plan:
-            patch.setattr(_chunked, "why_unplanned", lambda *_: "a test wants it so")
+            patch.setattr(_chunked, "RanksScheduler", _WithoutPlan)
         yield
 
 
-def run(ranks: int, case: Callable[..., Any], *args: Any) -> tuple[list[Any], Meeting]:
-    """What ``case(together, *args)`` gives on each rank."""
+class _WithoutPlan(RanksScheduler):
+    """Never plans."""
+
+    def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        pass
+
+    def _plan_together(self, mine: list[Any], what: str) -> None:
+        self._found = None
+
+
+def run(ranks: int, case: Callable[..., Any], *args: Any, copies: int = 1) -> tuple[list[Any], Meeting]:
+    """What ``case(together, *args)`` gives on each of so many processes, which have ``copies`` copies of a model."""
     meeting = Meeting(ranks)
-    everyone = [Together(meeting, rank) for rank in range(ranks)]
+    everyone = [Together(meeting, rank, copies) for rank in range(ranks)]
 
     def one(each: Together) -> Any:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from threading import Event
 from typing import Any
 from unittest import mock
@@ -15,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ps_dist
-from _cuda_cases import Quiet, on, trained
+from _cuda_cases import Quiet
 from _fake_cuda import FakeRuntime
-from _zero_cases import Way
-from ps_core import InvalidInput
-from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core import SGD, InvalidInput
+from ps_core.engine import chunked, release
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_dist import _process_groups, _transport
 from ps_dist._nccl import NcclMessages
 from ps_dist._transport import TransportChoice
@@ -86,6 +86,18 @@ def choose(
         return words, each.statistics().transport, played.dropped
 
 
+def choose_by_rates(
+    each: ps_dist.TorchCollectives, transport: str | None, slow: tuple[int, ...]
+) -> tuple[str | None, str, int]:
+    """The same, where the links of the cards of some ranks are slower than host memory."""
+    played = Played(each, "", 0)
+    choice = TransportChoice(transport, played, each._watchdog._store, 60)
+    with as_if_each_had_a_card(each):
+        words = choice(each, CPU, "links are slow" if each.mesh.rank in slow else "")
+        check_gather(each)
+        return words, each.statistics().transport, played.dropped
+
+
 def check_gather(each: ps_dist.TorchCollectives) -> None:
     """Whatever was decided, it works."""
     rank, ranks = each.rank, each.ranks
@@ -101,18 +113,15 @@ def check_gather(each: ps_dist.TorchCollectives) -> None:
 
 
 def alone(each: ps_dist.TorchCollectives) -> None:
-    """One process's memory stays on its card, to the bit as on the emulated accelerator."""
-    way = Way(precision="bf16", max_norm=0.05)
-    wanted = trained(each, replace(way, device="emulated"))
+    """One process sends nothing, and its model is managed as without collectives."""
     played, runtime = Played(each, "raises", 0), FakeRuntime(4)
     with as_if_each_had_a_card(each), runtime:
         assert TransportChoice(None, played, None, 0.0)(each, CPU) is None
         assert each.statistics().transport == "none"
         assert each.staging_bytes(64, torch.bfloat16) == 0, "nothing of the host's memory is taken for it"
-        got = trained(each, on(way, CudaDevice(runtime)))
-    assert (got.losses, got.norms) == (wanted.losses, wanted.norms)
-    for name, value in wanted.states.items():
-        assert torch.equal(got.states[name], value), name
+    model, _ = chunked(torch.nn.Linear(8, 8), SGD(lr=0.1), collectives=each)
+    assert not isinstance(hooks_of(model).engine.residency, ShardedResidency)
+    release(model)
 
 
 def new_group(fails: Callable[[], bool], seen: list[Any]) -> Any:

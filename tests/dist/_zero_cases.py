@@ -74,7 +74,7 @@ class Way:
     folder: str = ""
     """For the disk tier."""
     room: int = 0
-    """Of an accelerator, so many KiB more than the least: shards rise to it."""
+    """Of an accelerator, so many KiB more than the least."""
 
     @property
     def rounds(self) -> bool:
@@ -205,9 +205,9 @@ def check_budget(model: nn.Module, each: ps_dist.TorchCollectives, *, accumulate
 
 
 def counts_bytes(each: ps_dist.TorchCollectives, precision: str, tight: bool) -> None:
-    """A step's bytes: in the first groups are gathered twice but the last; then as the plan predicted; sums once.
+    """A step's bytes: in the first nothing is gathered; then as the plan predicted; sums once.
 
-    Where ranks map each other's weights, gathers copy nothing.
+    Where ranks map each other's weights, nothing is gathered at all.
     """
     torch.manual_seed(0)
     size = 4 if precision == "fp32" else 2
@@ -241,12 +241,11 @@ def counts_bytes(each: ps_dist.TorchCollectives, precision: str, tight: bool) ->
             scheduler = hooks_of(model).engine.passes.scheduler
             assert isinstance(scheduler, RanksScheduler)
             assert scheduler.planned is not None
-            assert spent["all_gather"] + once == scheduler.planned.prediction.moved_bytes["wire"]
-            assert (0 if mapped else once) <= spent["all_gather"] <= (0 if mapped else once + twice * tight)
-        elif mapped:
-            assert spent["all_gather"] == (each.ranks - 1) * (2 * len(groups) - 1), "a byte for each gather"
+            gathered = spent.get("all_gather", 0)
+            assert gathered + once == scheduler.planned.prediction.moved_bytes["wire"]
+            assert (0 if mapped else once) <= gathered <= (0 if mapped else once + twice * tight)
         else:
-            assert spent["all_gather"] == once + twice
+            assert not spent.get("all_gather"), "weights are asked for"
         order = [name for name in each.recent() if "gradients of" in name][-5:]
         assert [name.split("gradients of ")[1] for name in order] == [f"{i}.weight)" for i in (4, 3, 2, 1, 0)]
     release(model)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from _crew import Crew, crew
-from _threads import going_by
 
 
 @pytest.fixture(scope="session")
@@ -29,10 +28,3 @@ def each_crew(request: pytest.FixtureRequest) -> Crew:
     """Two ranks, then four."""
     found: Crew = request.getfixturevalue("two" if request.param == 2 else "four")
     return found
-
-
-@pytest.fixture
-def unplanned() -> Iterator[None]:
-    """Ranks agree on collectives as they go, as where no plan can be made for the model."""
-    with going_by(plan=False):
-        yield

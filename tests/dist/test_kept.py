@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
@@ -14,17 +13,12 @@ from ps_core import SGD, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
 
-pytestmark = pytest.mark.usefixtures("unplanned")
-
 LAYERS, WIDTH = 3, 32
 
 
-def made(
-    each: Together, layers: int = LAYERS, *, device: Any = "cpu", room: str | None = None, prefetch: int | None = None
-) -> tuple[Any, Any]:
-    each.common_memory = None  # groups are copied into slots, of which this file is
+def made(each: Together) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(0)  # the ranks are threads, and would share the usual one
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / WIDTH)
@@ -32,11 +26,11 @@ def made(
     return chunked(
         model,
         rule,
-        device=device,
+        device="cpu",
         precision="fp32",
-        budget=Budget(host="4MiB") if room is None else Budget(device=room, host="4MiB"),
+        budget=Budget(host="4MiB"),
         collectives=each,
-        options=Options(prefetch=prefetch, group_bytes=1),
+        options=Options(group_bytes=1),
     )
 
 
@@ -69,33 +63,6 @@ def counts_memory(each: Together) -> tuple[int, int, int]:
 def test_a_forward_pass_takes_no_memory_for_groups_once_there_is_some_kept() -> None:
     found, _ = run(2, counts_memory)
     assert found == [(0, 0, 0)] * 2, "and a released model keeps none"
-
-
-def binds_again(each: Together) -> None:
-    model, optimizer = made(each)
-    step(model, optimizer, each)
-    step(model, optimizer, each)
-    engine = hooks_of(model).engine
-    passes = []
-    for _ in range(2):
-        out = model(torch.ones(2, WIDTH))
-        passes.append([record.bound and record.bound.view for record in engine.records])
-        out.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert len(passes[0]) == LAYERS
-    assert all(one is not None and one is other for one, other in zip(*passes, strict=True))
-    views = [weakref.ref(view) for view in passes[0] if view is not None]
-    passes.clear()
-    assert all(view() is not None for view in views)
-    engine.store.free_spare()
-    assert all(view() is None for view in views), "or the memory would stay"
-    step(model, optimizer, each)
-    release(model)
-
-
-def test_parameters_are_bound_again_to_what_they_were() -> None:
-    run(2, binds_again)
 
 
 def wants_room(each: Together) -> None:
@@ -153,30 +120,3 @@ def test_what_an_evaluation_left_is_trained_with() -> None:
     (wanted, _), _ = run(2, trains)
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one, other)
-
-
-def grows(each: Together, prefetch: int | None, training: bool) -> tuple[list[Any], int]:
-    """Batches that grow where groups are gathered ahead of need."""
-    model, optimizer = made(each, layers=6, device="emulated", room="40KiB" if training else "24KiB", prefetch=prefetch)
-    more = 24 if training else 48
-    for rows in (4, 4, more, more):
-        with torch.set_grad_enabled(training):
-            found = model(torch.ones(rows, WIDTH) + each.rank).square().sum()
-        if training:
-            found.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    hits, state = statistics(model).prefetch_hits, [value.clone() for value in model.state_dict().values()]
-    release(model)
-    return [found.detach(), *state], hits
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_what_was_gathered_ahead_gives_way_to_a_larger_batch(training: bool) -> None:
-    """It fits, as it does with nothing gathered ahead, and gives the same bits."""
-    wanted, _ = run(2, grows, 0, training)
-    found, _ = run(2, grows, None, training)
-    for (one, hits), (other, none) in zip(found, wanted, strict=True):
-        assert hits > none == 0
-        for value, same in zip(one, other, strict=True):
-            assert torch.equal(value, same)

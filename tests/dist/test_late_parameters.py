@@ -156,7 +156,7 @@ def parts(each: Together, change: Any) -> None:
     unfreeze(model, 0)
     model, _ = managed(each, model, "cpu", budget=Budget(host="4MiB"))
     change(model, each.rank)
-    model(X)
+    model(X).backward()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from threading import Event
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from _threads import Together, run
 from _zero_cases import states
 from ps_core import AdamW
 from ps_core.engine import chunked, release
-from test_planned_ranks import Case, Pass, both_trained, gradients_of_both, one_pass, passed
+from test_planned_ranks import WIDTH, Case, Pass, both_trained, gradients_of_both, inputs, one_pass, passed
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -124,3 +125,48 @@ def test_a_gradient_that_a_planned_group_never_had_is_not_lost(precision: str, f
         release(single)
 
     run(2, steps)
+
+
+def looks_while_another_loads(each: Together, written: Event) -> None:
+    """Rank 0 is done with its evaluation first, and loads other values."""
+    model, optimizer = Case("cpu", "fp32").made(each, 1)
+    x, others = torch.ones(3, WIDTH), {name: value + 1 for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        before = model(x)
+        if each.rank == 1:
+            model[1].register_forward_pre_hook(lambda *_: (written.wait(0.5), None)[1])
+        again = model(x)
+    assert torch.equal(before, again)
+    model.load_state_dict(others)
+    written.set()
+    with torch.no_grad():
+        assert not torch.equal(model(x), before)
+    passed(model, 0, each.rank, 2)
+    optimizer.step()
+    release(model)
+
+
+def test_values_that_one_rank_loads_are_not_seen_in_an_evaluation_of_another() -> None:
+    run(2, looks_while_another_loads, Event())
+
+
+def evaluates_alone(each: Together) -> tuple[list[float], dict[str, Any]]:
+    model, optimizer = Case("emulated", "bf16", 36).made(each, 1)
+    losses = []
+    for step in range(3):
+        if each.rank == 0 and step == 0:  # there is no plan yet
+            with torch.no_grad():
+                losses.append(float(model(inputs(step, 9)).float().sum()))
+        passed(model, step, each.rank, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = states(optimizer)
+    release(model)
+    return losses, found
+
+
+def test_one_rank_evaluates_alone_where_there_is_no_plan() -> None:
+    ((losses, found), (none, other)), _ = run(2, evaluates_alone)
+    assert len(losses) == 1
+    assert not none
+    assert all(torch.equal(value, other[name]) for name, value in found.items())

@@ -12,18 +12,25 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from _one_process import adds_like, check_weights
 from _threads import Together, run
 from _zero_cases import states
 from ps_core import AdamW, Budget, Options
-from ps_core.engine import chunked, offloaded, release, statistics
+from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 
 WIDTH, LAYERS, STEPS = 40, 6, 5
+
+
+class Casts(nn.Linear):
+    """A layer that takes inputs of any type."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = self.weight.dtype
+        return nn.functional.linear(x.to(kind), self.weight, self.bias.to(kind))
 
 
 @dataclass(frozen=True)
@@ -38,9 +45,15 @@ class Case:
     max_norm: float | None = None
     common: bool = True
     """Ranks map each other's fp32 weights where the CPU computes."""
+    host: int = 2**12
+    """KiB of host memory a rank."""
+    disk: str = ""
+    """The folder of a disk tier; empty: there is none."""
+    kept: tuple[str, ...] = ()
+    """Patterns of the parameters that are kept in fp32."""
 
     def made(self, together: Together | None, parts: int) -> Any:
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        model = nn.Sequential(*((Casts if self.kept else nn.Linear)(WIDTH, WIDTH) for _ in range(LAYERS)))
         seeded = torch.Generator().manual_seed(0)  # ranks are threads, which share PyTorch's own generator
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=WIDTH**-0.5, generator=seeded)
@@ -49,7 +62,10 @@ class Case:
         if together is not None and not self.common:
             together.common_memory = None
         device = "cpu" if alone else self.device
-        budget = Budget(host=ranks * 2**22) if device == "cpu" else Budget(device=self.room * 2**10, host=ranks * 2**22)
+        host = 2**22 if alone else ranks * self.host * 2**10
+        room = None if device == "cpu" else self.room * 2**10
+        below = {"disk": "64MiB", "disk_dir": self.disk} if self.disk and not alone else {}
+        budget = Budget(**{"device": room, "host": host, **below})
         size = 4 if self.precision == "fp32" else 2
         return chunked(
             model,
@@ -60,7 +76,12 @@ class Case:
             accumulation_steps=self.accumulate * parts,
             max_grad_norm=self.max_norm,
             collectives=together,
-            options=Options(group_bytes=WIDTH * (WIDTH + 1) * size, poison=device != "cpu"),
+            options=Options(
+                group_bytes=WIDTH * (WIDTH + 1) * size,
+                poison=device != "cpu",
+                keep_fp32=self.kept,
+                cast_inputs=not self.kept,
+            ),
         )
 
 
@@ -77,12 +98,12 @@ def passed(model: nn.Module, step: int, part: int, count: int) -> float:
 def train(each: Together, case: Case) -> list[dict[str, Any]]:
     """Train beside one process that adds the same parts; what each step moved, and what was predicted."""
     model, optimizer = case.made(each, 1)
-    single, reference = case.made(None, max(2, each.ranks))
+    single, reference = case.made(None, max(2, each.processes))
     rounds, rows = case.precision != "fp32" and case.accumulate == 1, []
     for step in range(STEPS):
-        count = each.ranks * case.accumulate
+        count = each.processes * case.accumulate
         before, wire = Counter(statistics(model).moved_bytes), each.received_bytes
-        for part in range(each.rank, count, each.ranks):
+        for part in range(each.process, count, each.processes):
             passed(model, step, part, count)
         adds_like(
             each.mesh,
@@ -184,67 +205,6 @@ def test_an_answer_for_a_shard_is_of_the_weights_after_the_step_that_is_asked_fo
     run(2, steps)
 
 
-class Blocks(nn.Sequential):
-    """Layers that are computed again in backward, from inputs that wait in host memory."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self:
-            with offloaded(layer, x):
-                x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-
-def looks_and_offloads(each: Together, precision: str) -> None:
-    fronts = []
-    for together in (each, None):
-        model = Blocks(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-        seeded = torch.Generator().manual_seed(0)
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=WIDTH**-0.5, generator=seeded)
-        size = 4 if precision == "fp32" else 2
-        fronts.append(
-            chunked(
-                model,
-                AdamW(lr=1e-2),
-                device="emulated",
-                budget=Budget(device=80 * 2**10, host=2**23),
-                precision=precision,
-                accumulation_steps=1 if together else 2,
-                collectives=together,
-                options=Options(group_bytes=WIDTH * (WIDTH + 1) * size, poison=True),
-            )
-        )
-    (model, optimizer), (single, reference) = fronts
-    assert optimizer is not None
-    assert reference is not None
-    for step in range(4):
-        mine = inputs(step, each.rank).requires_grad_()
-        (model(mine).float().square().sum() / 2).backward()
-
-        def alone(part: int, step: int = step) -> None:
-            (single(inputs(step, part).requires_grad_()).float().square().sum() / 2).backward()
-
-        adds_like(each.mesh, single, reference, alone, 2, rounds=precision != "fp32")
-        for front in (optimizer, reference):
-            front.step()
-            front.zero_grad()
-        look = torch.randn(3 + 8 * (step % 2), WIDTH, generator=torch.Generator().manual_seed(step))
-        with torch.inference_mode():  # every second batch is larger than any trained with
-            assert torch.equal(model(look), single(look))
-        found, wanted = states(optimizer), states(reference)
-        assert all(torch.equal(found[name], value) for name, value in wanted.items())
-    told = statistics(model)
-    assert told.planned_passes >= 3 + 2
-    assert all(tier.peak_bytes <= tier.budget_bytes for tier in told.tiers.values())
-    for model, _ in fronts:
-        release(model)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_offloaded_inputs_and_evaluation_beside_the_plan(precision: str) -> None:
-    run(2, looks_and_offloads, precision)
-
-
 # Ranks that do different things.
 
 
@@ -269,9 +229,9 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(16, 16)
-        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.head = nn.Linear(16, 1)
+        self.stem = Casts(16, 16)
+        self.experts = nn.ModuleList(Casts(16, 16) for _ in range(4))
+        self.head = Casts(16, 1)
         seeded = torch.Generator().manual_seed(1)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.25, generator=seeded)
@@ -294,9 +254,16 @@ def one_pass(model: nn.Module, step: int, rank: int, done: Pass, held: list[torc
         model(x, done, held).backward()
 
 
-def unlike(each: Together, program: list[list[Pass]], precision: str, device_kib: int | None) -> list[str]:
+def unlike(
+    each: Together,
+    program: list[list[Pass]],
+    precision: str,
+    device_kib: int | None,
+    kept: tuple[str, ...] = (),
+    **below: Any,
+) -> list[str]:
     """Train beside one process that adds what the ranks give; why passes left the plan."""
-    budget = Budget(host=2**24) if device_kib is None else Budget(device=device_kib * 2**10, host=2**24)
+    budget = Budget(**{"device": device_kib and device_kib * 2**10, "host": 2**24, **below})
     fronts = []
     for together in (each, None):
         alone = together is None
@@ -309,7 +276,7 @@ def unlike(each: Together, program: list[list[Pass]], precision: str, device_kib
                 precision=precision,
                 accumulation_steps=2 if alone else 1,
                 collectives=together,
-                options=Options(group_bytes=16 * 17 * (4 if precision == "fp32" else 2)),
+                options=Options(group_bytes=16 * 17 * (4 if precision == "fp32" else 2), keep_fp32=kept),
             )
         )
     (model, optimizer), (single, reference) = fronts
@@ -318,14 +285,14 @@ def unlike(each: Together, program: list[list[Pass]], precision: str, device_kib
     why: list[str] = []
     for step, parts in enumerate(program):
         held: list[torch.Tensor] = []
-        one_pass(model, step, each.rank, parts[each.rank], held)
+        one_pass(model, step, each.process, parts[each.process], held)
 
         def alone(part: int, step: int = step, parts: list[Pass] = parts) -> None:
             if not parts[part].fails:
                 one_pass(single, step, part, parts[part], [])
 
         reference.zero_grad()
-        adds_like(each.mesh, single, reference, alone, each.ranks, rounds=precision != "fp32")
+        adds_like(each.mesh, single, reference, alone, each.processes, rounds=precision != "fp32")
         if not step % 3:
             look = torch.randn(2, 16, generator=torch.Generator().manual_seed(step))
             with torch.no_grad():
@@ -461,11 +428,16 @@ def test_ranks_that_do_other_than_the_plan_give_the_bits_of_one_process(
     draw = random.Random(seed)
     ranks = 2 + seed % 2
 
+    run(ranks, unlike, drawn(draw, ranks), precision, device_kib)
+
+
+def drawn(draw: random.Random, ranks: int) -> list[list[Pass]]:
+    """What each rank does in each step."""
+
     def part(step: int) -> Pass:
         if step < 2:
             return Pass((0, 1))
         chosen = tuple(draw.sample(range(4), draw.randrange(4)))
         return Pass(chosen, draw.choice((3, 3, 5, 2)), fails=draw.random() < 0.1, holds=draw.random() < 0.2)
 
-    program = [[part(step) for _ in range(ranks)] for step in range(9)]
-    run(ranks, unlike, program, precision, device_kib)
+    return [[part(step) for _ in range(ranks)] for step in range(9)]

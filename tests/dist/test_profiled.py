@@ -10,7 +10,7 @@ import pytest
 from _threads import Together, going_by, run
 from ps_core._plan import Queue
 from ps_core.engine import profiled, release, statistics
-from test_rising import front
+from test_shards_on_a_tier import front
 
 
 def recorded(each: Together, room: float, plan: bool) -> None:

@@ -1,8 +1,7 @@
-"""Collectives by an agreed schedule: experts on some ranks only, any order, ahead of need, and without negotiation."""
+"""Any passes of ranks, with a plan and without: experts on some ranks only, in any order; exceptions; other passes."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from _threads import Together, going_by, run
 from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._sharding.collective_schedule import ProposalKind
-from ps_core.engine._sharding.sharded_driver import ShardedDriver
 
 WIDTH, EXPERTS = 8, 4
 FEW_ULPS = 16 * torch.finfo(torch.float32).eps
@@ -183,138 +179,6 @@ def test_any_experts_in_any_order_train_like_one_process(
             assert float((ended[name] - value).abs().max()) <= most, name
 
 
-def same(count: int, part: Part) -> list[Pass]:
-    return [Pass(parts=(part, part))] * count
-
-
-def watched(each: Together, device_kib: int | None, prefetch: int | None) -> list[str]:
-    """Five steps; what this rank began in the last, and when modules began and ended."""
-    trainer = made(each, device_kib, prefetch=prefetch)
-    for number in range(5):
-        if number == 4:
-            each.began.clear()
-            watch(each, trainer.model)
-        trainer.do(Part((0, 1)), number, training=True)
-        each.note("backward is over")
-        trainer.step()
-    hits, fetches = statistics(trainer.model).prefetch_hits, statistics(trainer.model).fetches
-    assert fetches > 0
-    assert (hits > 0) == (prefetch != 0)
-    release(trainer.model)
-    return each.began
-
-
-def watch(each: Together, model: Any) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda *_, name=name: each.note(f"end of {name}"))
-
-
-MODULES = ("stem", "experts.0", "experts.1", "head")
-
-
-@pytest.mark.usefixtures("unplanned")
-@pytest.mark.parametrize("device_kib", [None, 12])
-def test_a_gather_is_begun_before_the_module_before_it_has_ended(device_kib: int | None) -> None:
-    found, _ = run(2, watched, device_kib, None)
-    for began in found:
-        for before, after in itertools.pairwise(MODULES):
-            assert began.index(f"gather {after}.weight") < began.index(f"end of {before}")
-
-
-@pytest.mark.usefixtures("unplanned")
-@pytest.mark.parametrize("device_kib", [None, 12])
-def test_nothing_is_begun_ahead_of_need_where_that_is_asked_for(device_kib: int | None) -> None:
-    found, _ = run(2, watched, device_kib, 0)
-    for began in found:
-        for before, after in itertools.pairwise(MODULES):
-            assert began.index(f"gather {after}.weight") > began.index(f"end of {before}")
-
-
-@pytest.mark.usefixtures("unplanned")
-def test_in_backward_the_next_group_is_begun_before_the_sum_of_the_last() -> None:
-    """With room for a few groups, not for all."""
-    found, _ = run(2, watched, 8, None)
-    for began in found:
-        second = [place for place, what in enumerate(began) if what == "gather experts.0.weight"][1]
-        assert second < began.index("sum experts.1.weight")
-        assert began.index("sum head.weight") < began.index("backward is over")
-        assert began.index("sum experts.1.weight") < began.index("backward is over")
-
-
-@pytest.mark.usefixtures("unplanned")
-def test_sums_are_begun_while_backward_goes_on() -> None:
-    found, _ = run(2, watched, None, None)
-    for began in found:
-        for before, after in itertools.pairwise(reversed(MODULES)):
-            if after != "stem":
-                assert began.index(f"sum {before}.weight") < began.index(f"sum {after}.weight")
-        assert began.index("sum experts.0.weight") < began.index("backward is over")
-
-
-@pytest.fixture
-def driver_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In forward passes nothing is begun while the driver says what comes next: else it depends on who is faster."""
-    advance = ShardedDriver._advance
-
-    def ahead(driver: Any) -> None:
-        gate = driver._order._together.gate
-        if not (driver._order.backward or driver._order.has_decision):  # there it may wait for what is under way
-            gate.clear()
-        advance(driver)
-        gate.set()
-
-    monkeypatch.setattr(ShardedDriver, "_advance", ahead)
-
-
-@pytest.mark.usefixtures("driver_first", "unplanned")
-def test_what_was_done_once_needs_no_asking() -> None:
-    """Words are said at either end of a pass and along the schedule, never one for each thing wanted."""
-    _, meeting = run(2, watched, None, None)
-    passes: list[list[str]] = [[]]
-    for what in meeting.log:
-        passes[-1].append(what)
-        if what.startswith("values: norms"):
-            passes.append([])
-    first, last = passes[0], passes[4]
-    gathers = [what for what in last if what.startswith("gather")]
-    assert gathers == [f"gather {name}.{kind} for [0, 1]" for name in MODULES for kind in ("weight", "bias")]
-    forward = last[: last.index(gathers[-1])]
-    assert forward.count("what comes next") == 4, "hello, the first module's two tensors, and once for all the rest"
-    assert first.count("what comes next") > len(gathers)
-    sums = [what for what in last if what.startswith("sum")]
-    assert len(sums) == len(set(sums)) == len(gathers)
-
-
-def sums_twice(each: Together, twice: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """With ``twice`` as after a pass in which every sum had to be taken in two goes."""
-    trainer = made(each)
-    for number in range(3):
-        driver: Any = hooks_of(trainer.model).engine.passes.demand
-        if twice:
-            driver._schedules = {
-                kind: [each for each in entries for _ in range(1 + (each.collective.kind is ProposalKind.SUM))]
-                for kind, entries in driver._schedules.items()
-            }
-        trainer.do(Part((0, 1)), 10 * number + each.rank, training=True)
-        trainer.step()
-    found = trainer.losses, trainer.state()
-    release(trainer.model)
-    return found
-
-
-@pytest.mark.usefixtures("unplanned")
-def test_a_sum_that_is_in_the_schedule_twice_is_taken_once() -> None:
-    """Both are agreed on by the same words, and the first leaves nothing for the second."""
-    found, meeting = run(2, sums_twice, True)
-    wanted, once = run(2, sums_twice, False)
-    for (losses, state), (theirs, other) in zip(found, wanted, strict=True):
-        assert losses == theirs
-        assert all(torch.equal(value, other[name]) for name, value in state.items())
-    sums, others = ([what for what in each.log if what.startswith("sum")] for each in (meeting, once))
-    assert sorted(sums) == sorted(others)
-
-
 def evaluates_alone(each: Together) -> str:
     trainer = made(each)
     for number in range(2):
@@ -325,18 +189,11 @@ def evaluates_alone(each: Together) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("plan", "told"),
-    [
-        (False, ("rank 1 trains, while rank 0 does a forward pass without gradients",)),
-        (True, (" in an evaluation", " in a pass with gradients")),
-    ],
-)
-def test_one_rank_evaluates_while_another_trains(plan: bool, told: tuple[str, ...]) -> None:
-    with going_by(plan=plan):
-        found, _ = run(2, evaluates_alone)
+def test_one_rank_evaluates_by_the_plan_while_another_trains() -> None:
+    found, _ = run(2, evaluates_alone)
     for message in found:
-        assert all(text in message for text in told)
+        assert " in an evaluation" in message
+        assert " in a pass with gradients" in message
 
 
 def fails_once(each: Together) -> tuple[list[float], dict[str, Tensor]]:

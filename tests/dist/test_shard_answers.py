@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ps_core import RanksDiverged
-from ps_dist._shard_answers import ADDRESS, ShardAnswers
+from ps_dist._shard_answers import ADDRESS, ShardAnswers, refuses
 
 
 @pytest.fixture
@@ -83,3 +83,16 @@ def test_a_rank_that_leaves_answers_nobody_who_waits(pair: list[ShardAnswers]) -
     with pytest.raises(RanksDiverged, match="rank 1 does not answer for its shard of group 5"):
         mine.ask(model, 5, 1, me=0)
     leaving.join()
+
+
+def test_who_has_ended_refuses_and_who_is_busy_does_not() -> None:
+    each = ShardAnswers("localhost", 5.0)
+    each.add(lambda group, steps: _shard(0, 0, 0))
+    asked = [refuses(each.address) for _ in range(3)]
+    each.know([each.address])
+    assert [shard.numel() for shard in each.ask(0, 1, 0, me=1)] == [3000], "it still answers"
+    address = each.address
+    each.close()
+    assert asked == [False] * 3
+    assert refuses(address)
+    assert not refuses(ADDRESS.pack(b"", b"no such host.invalid", 1)), "which tells nothing"

@@ -21,7 +21,7 @@ from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._sharding.join_ranks import GroupJoin
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
-from ps_dist._sharing import Sharing, share_memory
+from ps_dist._sharing import Sharing, ranks_by_computer, share_memory
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,21 @@ def test_a_setting_that_differs_is_named(two: Crew) -> None:
 
 
 @pytest.mark.parametrize("machines", [("one", "other"), ("", "")])
-def test_ranks_of_several_computers_send(machines: tuple[str, str]) -> None:
-    locations = {rank: Location("host", 100 + rank, machine) for rank, machine in enumerate(machines)}
+def test_ranks_that_have_computers_of_their_own_send(machines: tuple[str, str]) -> None:
+    computers = ranks_by_computer({rank: Location("host", 100 + rank, each) for rank, each in enumerate(machines)})
     nobody: Any = PeerMessages(None, 0)
-    why = "the ranks do not all run on one computer"
-    assert share_memory(nobody, locations, 0, lambda: False, 1.0) == Sharing(None, why)
-    assert share_memory(nobody, {0: locations[0]}, 0, lambda: False, 1.0) == Sharing(None)
+    why = "no two ranks are known to run on one computer"
+    found = share_memory(nobody, computers, 0, lambda: False, 1.0)
+    assert found == Sharing(computers, why_not=why)
+    assert found.together(0) == 2, "which is careful, if it is not known"
+    assert share_memory(nobody, [(0,)], 0, lambda: False, 1.0) == Sharing([(0,)])
+
+
+def test_which_ranks_run_on_one_computer() -> None:
+    places = {rank: Location("host", rank, each) for rank, each in enumerate(("a", "b", "a", "", ""))}
+    computers = ranks_by_computer(places)
+    assert computers == [(0, 2), (1,), (3,), (4,)]
+    assert [Sharing(computers).together(rank) for rank in range(5)] == [2, 1, 2, 1, 1]
 
 
 @pytest.mark.parametrize(("process", "why"), [(0, "no memory"), (1, "no memory"), (0, "")])

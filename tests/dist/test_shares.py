@@ -88,11 +88,10 @@ def test_bytes_of_a_step_on_the_wire(each_crew: Crew, precision: str, roomy: boo
 
 def test_shards_are_above_the_disk_while_there_is_room(two: Crew, tmp_path: Path) -> None:
     for rows in two.run(cases.rises, str(tmp_path)):
-        ups, reads = [up for up, _ in rows], [read for _, read in rows]
-        assert ups[0] == 0 < reads[0]
-        assert rows[4] == (20, 0), "everything fits, and nothing is read any more"
-        assert 0 < ups[-1] < 20, "the larger batch needs some of the room"
-        assert reads[-1] > 0
+        (_, first), *same, (_, larger), (ups, reads) = rows
+        assert first > 0, "the first pass is on demand"
+        assert same == [(20, 0)] * 4, "everything fits, and nothing is read any more"
+        assert larger > reads > 0 < ups < 20, "a larger batch needs some of the room, first on demand, then by plan"
 
 
 @pytest.mark.parametrize("device", ["cpu", "checked"])

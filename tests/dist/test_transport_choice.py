@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import _transport_choice_cases as cases
 from _crew import Crew, crew
 from ps_core import Budget, InvalidInput
+from ps_core._simulate.machine import MACHINES
 from ps_core.engine import _chunked, chunked
 from ps_core.engine._sharding import join_ranks as joining
 from ps_dist import _process_groups, _transport
@@ -148,7 +150,7 @@ def test_cards_that_processes_share(monkeypatch: pytest.MonkeyPatch) -> None:
         mesh = Mesh(1, 3, 1)
 
         def all_values(self, values: list[float], what: str) -> list[list[float]]:
-            return [[1.0, 1.0], values, values]
+            return [[1.0, 1.0, 0.0], values, values]
 
     monkeypatch.setattr(_transport, "own_card", lambda where: [1.0, 5.0])
     joined, cards, where = Joined(), SimpleNamespace(), torch.device("cuda", 0)
@@ -166,7 +168,7 @@ def test_cards_that_processes_share(monkeypatch: pytest.MonkeyPatch) -> None:
 class Decides:
     """Collectives that write down what they are asked."""
 
-    rank, ranks, copy, local_ranks, card = 0, 1, 0, 1, None
+    rank, ranks, copy, local_ranks, card, processes = 0, 2, 0, 2, None, 2
     host_memory, why_not_shared = None, ""
 
     def __init__(self, process: int) -> None:
@@ -180,8 +182,8 @@ class Decides:
         self.asked.append(what)
         return [list(values)]
 
-    def reach(self, where: torch.device) -> str:
-        self.asked.append(f"reach {where}")
+    def reach(self, where: torch.device, why_by_host: str) -> str:
+        self.asked.append(f"reach {where}{why_by_host and ': '}{why_by_host}")
         return "a slow way"
 
     def all_gather(self, *buffers: Any) -> None: ...
@@ -207,7 +209,7 @@ def test_it_is_decided_for_cuda_alone_and_before_memory_is_counted(
     caplog.set_level("INFO", "ps_core")
     monkeypatch.setattr(_chunked, "tier_budgets", free)
     if kind == "cuda":
-        device = SimpleNamespace(name="cuda", torch_device=torch.device("cuda", 3), beside=True)
+        device = SimpleNamespace(name="cuda", torch_device=torch.device("cuda", 3), machine=MACHINES["a100-40"])
         monkeypatch.setattr(_chunked, "resolve_device", lambda *given, **how: device)
         monkeypatch.setattr(joining.torch.cuda, "device_count", lambda: 8)
     together: Any = Decides(process)
@@ -227,6 +229,31 @@ def test_another_card_than_the_one_that_is_connected() -> None:
         InvalidInput, match=r"device='cuda:0': collectives were connected for cuda:1; expected the same"
     ):
         joining.GroupJoin(together).check(device)
+
+
+def test_cards_whose_links_are_slower_than_host_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the machine that the user names; else by the one that is most like the card."""
+    file = tmp_path / "slow.toml"
+    file.write_text('base = "rtx4090"\nname = "slow links"\ncollective_bandwidth = 1e9\n')
+    monkeypatch.setattr(joining.torch.cuda, "device_count", lambda: 8)
+    device: Any = SimpleNamespace(name="cuda", torch_device=torch.device("cuda", 0), machine=MACHINES["rtx4090"])
+    together: Any = Decides(1)
+    joining.GroupJoin(together).check(device, str(file))
+    joining.GroupJoin(together).check(device)
+    why = "host memory that all processes share at 4.17 GB/s a process, NCCL at 1 (slow links)"
+    assert [said for said in together.asked if said.startswith("reach")] == [f"reach cuda:0: {why}", "reach cuda:0"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "slow", "wanted"),
+    [(None, (0, 1), "shared"), (None, (0,), "nccl"), (None, (1,), "nccl"), ("nccl", (0, 1), "nccl")],
+)
+def test_host_memory_is_used_if_it_is_faster_for_all(
+    two: Crew, transport: str | None, slow: tuple[int, ...], wanted: str
+) -> None:
+    for words, used, dropped in two.run(cases.choose_by_rates, transport, slow):
+        assert words == (f"{HOST}links are slow" if wanted == "shared" else None)
+        assert (used, dropped) == (wanted, 0)
 
 
 # Groups.

@@ -22,7 +22,7 @@ from ps_core._errors import PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine._devices.cuda.device import CudaDevice
 
-LANE = "ps_dist collectives"
+COMM_THREAD = "ps_dist collectives"
 
 
 class TwoHosts(RaceDetector):
@@ -34,7 +34,7 @@ class TwoHosts(RaceDetector):
 
     def mine(self) -> None:
         """From here on this thread is the host."""
-        self._clocks[Queue.CPU] = self._hosts[threading.current_thread().name == LANE]
+        self._clocks[Queue.CPU] = self._hosts[threading.current_thread().name == COMM_THREAD]
 
 
 class Mark:
@@ -80,7 +80,9 @@ class CheckedCuda(CudaDevice):
         super().copy(queue, target, source)
 
     def declare_access(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        if queue is not Queue.COLL or threading.current_thread().name == LANE:  # else it only tells what is to come
+        if (
+            queue is not Queue.COLL or threading.current_thread().name == COMM_THREAD
+        ):  # else it only tells what is to come
             self._launch(queue, what, reads, writes)
         super().declare_access(queue, what, reads, writes)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,9 @@ class FakeStream:
                 work = self.todo.popleft()
                 self.done += 1
                 work()
+
+    def finish(self) -> None:
+        self.catch_up(self.end)
 
     def wait_event(self, event: FakeEvent) -> None:
         if not self.runtime.deaf:
@@ -202,7 +206,7 @@ class FakeRuntime:
         self.compute = FakeStream(self, "compute")
         self.thread = local()
         """What each thread has for itself; a backward pass begins with its caller's and hands it back."""
-        self.events = self.hosts = self.released = self.unpinned = 0
+        self.events = self.hosts = self.released = self.unpinned = self.recorded = 0
         self.pinned: dict[int, int] = {}
         """Bytes of each registration of host memory, by address."""
         self.observers: list[Failure] = []
@@ -291,8 +295,10 @@ class FakeRuntime:
         stream.launch(lambda: ctypes.memmove(to, of, size) and None)
 
     def used_by(self, tensor: torch.Tensor, stream: Any) -> None:
-        if tensor.untyped_storage()._cdata in self.allocator._lives:  # memory of others it leaves alone
-            stream.launch(lambda: tensor.numel() and None)  # holds on to it until then
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.allocator._lives:  # memory of others it leaves alone
+            self.recorded += 1
+            weakref.finalize(storage, stream.finish).atexit = False
 
     def allocated(self) -> Allocated:
         allocator = self.allocator

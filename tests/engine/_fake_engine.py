@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ps_kernels
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
 from ps_core.engine._optim.group_step import clip_factor

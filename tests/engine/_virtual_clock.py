@@ -10,14 +10,15 @@ begin later.
 
 Prices are the simulator's rates (`ps_core._simulate.machine.Machine`), but no price of a segment: matrix products by
 their operations, copies by their bytes, work on memory by what the engine says that it reads and writes. The processor
-shares the host's memory with copies that run beside its work; copies come first.
+shares the host's memory with copies that run beside its work; copies come first. Of two copies that memory cannot give
+enough for both, the one that was launched first does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +33,19 @@ from ps_core.engine._devices.disk.file import FileExtent
 from ps_core.engine._devices.disk.queues import DISK_QUEUES, DiskEvent
 from ps_core.engine._tracing.op_costs import amounts_of
 
-FREE = ("gradient of", "poison", "saved", "offloaded")
+FREE = ("gradient of", "no gradient in", "poison", "saved", "offloaded")
 """Beginnings of what the engine says that it does where a moment's price has it already, or nobody does it."""
 PRICED = ("step of", "norm of", "norms of", "sum of", "sums of", "rebuild", "shift", "a copy within a tier")
 PRICED += ("keep an activation", "restore an activation")
 """Beginnings of what takes its bytes over a bandwidth."""
+
+
+class Traffic(NamedTuple):
+    """Bytes a second of the host's memory, for a time."""
+
+    begin: float
+    end: float
+    rate: float
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,8 @@ class TimedRuntime(FakeRuntime):
         self.timeline: list[Interval] = []
         self.waited_s = 0.0
         """How long the host has waited for streams."""
+        self.traffic: dict[str, list[Traffic]] = {"copies 0": [], "copies 1": []}
+        """What each direction's copies take of the host's memory."""
 
     @property
     def now_s(self) -> float:
@@ -124,17 +135,31 @@ class TimedRuntime(FakeRuntime):
 
     def streamed_by(self, begin: float, size_bytes: float) -> float:
         """When so many bytes of the host's memory were streamed, beside the copies that are known by now."""
-        rates = {"copies 0": self.machine.h2d_bandwidth, "copies 1": self.machine.d2h_bandwidth}
-        copies = [(each.begin, each.end, rates[each.queue]) for each in self.timeline if each.queue in rates]
-        copies = [each for each in copies if each[1] > begin]
-        cuts = sorted({moment for each in copies for moment in each[:2] if moment > begin})
+        own = self.machine.host_bandwidth
+        beside = [each for copies in self.traffic.values() for each in copies if each.end > begin]
+        return self._stretches(begin, size_bytes, beside, own, least=own / 4)[-1].end
+
+    def copied_by(self, queue: str, begin: float, size_bytes: float, rate: float) -> float:
+        """When a copy is over; memory gives it what the other direction's copies leave that are known by now."""
+        other = next(copies for name, copies in self.traffic.items() if name != queue)
+        stretches = self._stretches(begin, size_bytes, [each for each in other if each.end > begin], rate)
+        self.traffic[queue] += stretches
+        return stretches[-1].end
+
+    def _stretches(
+        self, begin: float, size_bytes: float, beside: list[Traffic], own: float, least: float = 0.0
+    ) -> list[Traffic]:
+        """How so many bytes pass through the host's memory, at the rate ``own`` or at what is left beside others."""
+        cuts = sorted({moment for each in beside for moment in each[:2] if moment > begin})
+        found: list[Traffic] = []
         when, left = begin, size_bytes
         for cut in [*cuts, float("inf")]:
-            taken = sum(rate for first, last, rate in copies if first <= when < last)
-            left_over = self.machine.host_memory_bandwidth - taken
-            rate = min(self.machine.host_bandwidth, max(left_over, self.machine.host_bandwidth / 4))
-            if when + left / rate <= cut:
-                return when + left / rate
+            taken = sum([each.rate for each in beside if each.begin <= when < each.end])
+            rate = min(own, max(self.machine.host_memory_bandwidth - taken, least))
+            over = when + left / rate if rate > 0 else float("inf")
+            found.append(Traffic(when, min(over, cut), rate))
+            if over <= cut:
+                return found
             left -= (cut - when) * rate
             when = cut
         raise AssertionError("the last stretch is endless")
@@ -344,7 +369,9 @@ class TimedDevice(CudaDevice):
         machine = self._timed.machine
         rate = machine.h2d_bandwidth if queue is Queue.H2D else machine.d2h_bandwidth
         stream: Any = self._streams[queue]
-        stream.take(source.nbytes / rate + machine.latency_s, queue.name)
+        begin = max(stream.free_s, self._timed.now_s)
+        over = self._timed.copied_by(stream.name, begin, source.nbytes, rate)
+        stream.take(over - begin + machine.latency_s, queue.name)
         super().copy(queue, target, source)
 
     def declare_access(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:

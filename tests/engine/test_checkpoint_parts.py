@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine._checkpoint.checkpoint_tensors import entries, layout_of
 from ps_core.engine._checkpoint.crc32 import joined
 from ps_core.engine._checkpoint.manifest import cut as cut_files

@@ -384,32 +384,32 @@ def test_the_budget_is_kept_by_the_allocators_own_figures() -> None:
             assert statistics(model).evictions > 0
 
 
-def test_the_tide_is_the_allocators_less_what_is_the_engines() -> None:
+def test_nonmodel_bytes_are_the_allocators_less_what_is_the_engines() -> None:
     runtime = FakeRuntime()
     with runtime:
         before = torch.zeros(1000, dtype=torch.uint8)  # of others
         device = CudaDevice(runtime)
-        tide = device.nonmodel_bytes()
-        assert isinstance(tide, AllocatorBytesTracker)
+        tracker = device.nonmodel_bytes()
+        assert isinstance(tracker, AllocatorBytesTracker)
         arena = device.arena(5000)
-        tide.start()
-        assert tide.take_peak() == 0
+        tracker.start()
+        assert tracker.take_peak() == 0
         one = torch.zeros(300, dtype=torch.uint8)
-        assert tide.current_bytes == 300
+        assert tracker.current_bytes == 300
         del one
-        assert (tide.current_bytes, tide.take_peak()) == (0, 300)
+        assert (tracker.current_bytes, tracker.take_peak()) == (0, 300)
         two = torch.zeros(200, dtype=torch.uint8)
-        with tide.paused(), tide.paused():
+        with tracker.paused(), tracker.paused():
             slot = device.arena(4000)
             torch.zeros(9999, dtype=torch.uint8)
-        assert tide.take_peak() == 200, "what the engine does does not count"
+        assert tracker.take_peak() == 200, "what the engine does does not count"
         device.synchronize()  # the copy streams are noted as its users
         del arena, slot
-        assert tide.current_bytes == 200
-        tide.stop()
+        assert tracker.current_bytes == 200
+        tracker.stop()
         del before
-        tide.start()
-        assert (tide.current_bytes, device._owned.bytes) == (200 - 200, 0), "the mark below went down with what went"
+        tracker.start()
+        assert (tracker.current_bytes, device._owned.bytes) == (200 - 200, 0), "the mark below went down with what went"
         del two
 
 

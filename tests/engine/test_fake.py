@@ -119,7 +119,7 @@ class Calls(TorchFunctionMode):
 
 
 class RealRun:
-    """One real forward and backward: which parameters are used, when gradients arrive, how high the tide rises."""
+    """One real forward and backward: which parameters are used, when gradients arrive, the most non-model bytes."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -129,10 +129,10 @@ class RealRun:
             for parameter in model.parameters()
             if parameter.requires_grad
         ]
-        tide = TensorBytesTracker()
+        tracker = TensorBytesTracker()
         for tensor in {id(tensor): tensor for tensor in (*model.buffers(), *batch.values())}.values():
-            tide.count(tensor)
-        tide.start()
+            tracker.count(tensor)
+        tracker.start()
         try:
             with Calls(self.names) as calls:
                 result = model(**batch)
@@ -140,9 +140,9 @@ class RealRun:
             del result
             loss.backward()
         finally:
-            tide.stop()
+            tracker.stop()
         self.calls = calls.calls
-        self.peak_bytes = tide.take_peak()
+        self.peak_bytes = tracker.take_peak()
         for handle in handles:
             handle.remove()
 

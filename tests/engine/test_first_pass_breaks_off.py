@@ -18,7 +18,7 @@ from _cases import generator
 from _models import WIDTH, Residual
 from _runs import HOST, let_go, tightest
 from ps_core import AdamW, Budget, DoesNotFit, Options
-from ps_core.engine import chunked, load_checkpoint, save_checkpoint
+from ps_core.engine import chunked, load_checkpoint, save_checkpoint, statistics
 
 ROWS, SMALL, STEPS = 128, 16, 2
 
@@ -227,3 +227,19 @@ def test_an_exception_that_is_kept_is_named_where_it_takes_the_room() -> None:
         del kept
         optimizer.zero_grad()
         assert loop.train(model, optimizer) == expected
+
+
+def test_a_plan_is_made_of_the_first_evaluation_that_does_not_break_off() -> None:
+    """A part of one was planned, and every evaluation after it left that plan."""
+    budget, options = Budget(device=2**15, host=HOST), Options(group_bytes=2**13)
+    model, fuse = Blocks(recomputed=False), Fuse(Boom, also_fake=False)
+    PLACES["forward of the last"](model, fuse)
+    model, _ = chunked(model, None, device="emulated", budget=budget, precision="bf16", options=options)
+    fuse.lit = True
+    with torch.no_grad():
+        with pytest.raises(Boom):
+            model(batch(0, SMALL))
+        for _ in range(3):
+            model(batch(0, SMALL))
+    told = statistics(model)
+    assert (told.planned_passes, told.divergences) == (2, 0), told.last_divergence

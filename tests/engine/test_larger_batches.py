@@ -101,7 +101,7 @@ def test_what_does_not_fit_even_so_is_refused_in_the_words_of_a_first_batch(need
 
 
 def test_after_a_larger_evaluation_homes_go_back_to_where_the_plan_has_them(needed: int) -> None:
-    """Once its tide is known, and low enough, they need not leave any more."""
+    """Once its non-model bytes are known, and few enough, they need not leave any more."""
     with model_under(needed) as made:
         for rows in (SMALL, SMALL):
             train(made, rows)

@@ -19,7 +19,7 @@ from _checkpoints import TIERS, Net, Run, assert_same
 from _models import VOCABULARY, Language
 from _states import masters_of
 from ps_core import CheckpointDamaged, CheckpointMismatch, InvalidInput, Options
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine import chunked, load_checkpoint, load_weights, materialized, save_checkpoint
 from ps_core.engine._checkpoint.direct_io import TensorReader, TensorWriter, buffers
 from ps_core.engine._checkpoint.safetensors_format import TYPES, TensorEntry, in_order, read_table, table_of

@@ -17,9 +17,9 @@ from _fake_cuda import FakeRuntime
 from _reference import Loop, Make, Settings, differences, plain
 from _runs import HOST, check_same, chunked_model, managed, stand_in, tightest
 from ps_core import AdamW, Budget, DoesNotFit, Options, PlanMismatch
+from ps_core._extents import Kind, SegmentName
 from ps_core._plan import Copy, Queue, slots_of
 from ps_core._planner.search import Planned
-from ps_core._program import Kind, SegmentName
 from ps_core._verify import verify
 from ps_core.engine import offloaded, statistics, trace
 from ps_core.engine._devices.cuda.device import CudaDevice
@@ -114,7 +114,7 @@ def test_the_same_bits_in_less_memory(precision: str, micro_batches: int) -> Non
         attempt(size, away=False)
 
 
-def test_the_tide_is_lower_by_what_is_away() -> None:
+def test_nonmodel_bytes_are_fewer_by_what_is_offloaded() -> None:
     kept, away = (trace(Net(away=away), (rows(0),)).peak_nonmodel_bytes for away in (False, True))
     assert kept - away == (BLOCKS - 1) * KEPT_BYTES
 
@@ -152,7 +152,7 @@ def test_what_moves_is_what_was_planned() -> None:
             step(model, optimizer, index)
         last, plan = statistics(model), planned(model)
         assert last.planned_passes == last.passes == 5
-        assert last.divergences == last.replans == 0, "the tide was as foreseen"
+        assert last.divergences == last.replans == 0, "non-model bytes were as foreseen"
         assert last.tiers["host"].current_bytes == first.tiers["host"].current_bytes
         for link, count in plan.prediction.moved_bytes.items():
             if link != "wire":

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import lr_scheduler
 
 from _fake_engine import FakeEngine, gradients, model
@@ -366,7 +365,7 @@ def test_refusals_teach() -> None:
     engine = FakeEngine(managed := model())
     optimizer = engine.optimizer(ADAMW)
     with pytest.raises(InvalidInput, match=r"add_param_group.*release\(model\) and call chunked\(\) again"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        optimizer.add_param_group({"params": [next(managed.parameters())]})
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(InvalidInput, match=r"ChunkedOptimizer cannot be copied or pickled.*state_dict\(\)"):
             copied(optimizer)

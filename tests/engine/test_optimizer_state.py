@@ -15,7 +15,7 @@ from _fake_engine import FakeEngine, gradients, model
 from _states import masters_of
 from _twins import ADAM, ADAMW, MOMENTUM, NO_DECAY, Spec, assert_near, steps, twin, with_groups
 from ps_core import SGD, Group, InvalidInput
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine._gradients.loss_scale import LossScale
 
 BOTH = [(spec, groups) for spec in (ADAMW, ADAM, MOMENTUM) for groups in ((), NO_DECAY)]

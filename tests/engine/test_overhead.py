@@ -110,8 +110,8 @@ def test_calls_for_each_parameter(device: str, precision: str, forward: float, b
 
 
 LIMITS = {
-    "every group moves": {"forward": (398, 15), "backward": (654, 15), "step": (369, 15)},
-    "nothing moves": {"forward": (206, 14), "backward": (464, 14), "step": (369, 15)},
+    "every group moves": {"forward": (398, 15), "backward": (653, 15), "step": (369, 15)},
+    "nothing moves": {"forward": (206, 14), "backward": (463, 14), "step": (369, 15)},
 }
 """Calls and files of each part of a step, as they were counted."""
 

@@ -391,13 +391,13 @@ def test_small_gradients_are_put_together_in_pieces(precision: str, monkeypatch:
         with chunked_model(ManySmall(), precision=precision, options=options, **where) as (model, optimizer):
             for index in range(2):
                 model(torch.full((2**13,), 1.0 + index)).backward()
-                tide = TensorBytesTracker("cpu")
-                tide.start()
+                tracker = TensorBytesTracker("cpu")
+                tracker.start()
                 try:
                     optimizer.step()
                 finally:
-                    tide.stop()
-            return tide.take_peak(), state(model)
+                    tracker.stop()
+            return tracker.take_peak(), state(model)
 
     peak, pieces = train()
     for module in (_gradients, _stepping):

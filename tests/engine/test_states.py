@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import nn
 
 from ps_core import IllegalTransition
-from ps_core._errors import PlanMismatch
-from ps_core._program import Extent, Kind
+from ps_core._extents import Extent, Kind
 from ps_core._states import Event, StateBook, Uses
 from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
@@ -142,7 +141,7 @@ class Machine(RuleBasedStateMachine):
         if legal:
             change()
             return
-        with pytest.raises(PlanMismatch, match="the only current copy of p16 of group 0 would be"):
+        with pytest.raises(IllegalTransition, match=r"^p16 of group 0: .* in state \(the only current copy is on tier"):
             change()
         after = (chunk.home, dict(chunk.copies), chunk.version, [each.version for each in self.held.values()])
         assert after == before
@@ -280,8 +279,11 @@ def test_the_last_current_copy_stays() -> None:
     chunk.mark_written(home)
     chunk.fill_copy(copy)
     chunk.mark_written(copy)
-    with pytest.raises(PlanMismatch, match="the only current copy of m of group 3 would be dropped: copy the bytes"):
+    with pytest.raises(IllegalTransition) as caught:
         chunk.drop_copy(0)
+    assert caught.value.subject == "m of group 3"
+    assert caught.value.event == "drop_copy"
+    assert caught.value.state == "(the only current copy is on tier 0)"
     assert chunk.drop_copy(0, needed=False) is copy, "sums that nobody reads any more"
     assert not chunk.has_current_copy
 

@@ -1,7 +1,6 @@
 """The engine's time on the CUDA that the CPU plays, beside what the simulator says of the plan in force.
 
-Rates are an H200's; its speed of matrix products is divided as the batch is smaller, so that computing, copies and
-steps are in proportion as they are with a batch of 8 x 1,024.
+Several ranks are in `tests/dist/test_ranks_in_time.py`.
 """
 
 from __future__ import annotations
@@ -12,28 +11,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.nn import functional
 
-from _models import VOCABULARY, Language
 from _runs import HOST
+from _timed_training import MACHINE, ROWS, Learner, tokens
 from _virtual_clock import TimedDevice, TimedRuntime
 from ps_core import AdamW, Budget, Machine, Options
 from ps_core._plan import Queue
 from ps_core._simulate.clock import Prediction
-from ps_core._simulate.machine import MACHINES
 from ps_core.engine import Profile, chunked, profiled, release, statistics
 
-ROWS, LENGTH, STEPS = 4, 8, 6
-_SMALLER = ROWS * LENGTH / 8192
-_H200 = MACHINES["h200"]
-MACHINE = replace(
-    _H200,
-    name="small",
-    matmul_flops=_H200.matmul_flops * _SMALLER,
-    matmul_flops_fp32=_H200.matmul_flops_fp32 * _SMALLER,
-    latency_s=1e-9,
-    moment_overhead_s=2e-9,
-)
+STEPS = 6
 
 
 class Timed(NamedTuple):
@@ -44,17 +31,6 @@ class Timed(NamedTuple):
     predicted: Prediction
     profile: Profile
     """Of the last three steps."""
-
-
-class Learner(Language):
-    """Returns its loss, so that the first pass is foreseen, operator by operator."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(super().forward(tokens).float().flatten(0, 1), tokens.flatten())
-
-
-def tokens(index: int, rows: int = ROWS) -> torch.Tensor:
-    return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(index))
 
 
 def over_disk(folder: Path, device: str, host: str, disk: str) -> Budget:
@@ -251,6 +227,7 @@ def test_streams_the_host_and_its_memory_by_hand() -> None:
     event.record(up)
     assert (up.free_s, runtime.now_s) == (3.0, 0.0)  # launching takes the host no time
     down.wait_event(event)
+    assert runtime.copied_by(down.name, down.free_s, 80, machine.d2h_bandwidth) == 7.0
     down.take(4.0, "behind both")
     assert down.free_s == 7.0
     event.synchronize()
@@ -263,3 +240,13 @@ def test_streams_the_host_and_its_memory_by_hand() -> None:
     runtime.synchronize()
     assert runtime.now_s == pytest.approx(7.8)
     assert [each.what for each in runtime.timeline] == ["first", "second", "behind both", "launched now", "a step"]
+
+
+def test_copies_both_ways_share_what_memory_gives() -> None:
+    machine = replace(MACHINE, latency_s=0.0, host_bandwidth=50.0, h2d_bandwidth=40.0, d2h_bandwidth=30.0)
+    runtime = TimedRuntime(machine)
+    assert runtime.copied_by("copies 0", 1.0, 80, machine.h2d_bandwidth) == 3.0
+    # 10 a second for 2 seconds beside the copy up; then 30.
+    assert runtime.copied_by("copies 1", 1.0, 80, machine.d2h_bandwidth) == 5.0
+    # Nothing is left for a copy up but what the copy down does not take: 40 a second until 3.0, then 20, then 40.
+    assert runtime.copied_by("copies 0", 3.0, 100, machine.h2d_bandwidth) == 6.5

@@ -129,6 +129,43 @@ def test_a_model_that_is_managed_already_is_left_as_it_is() -> None:
     release(teacher)
 
 
+@pytest.mark.parametrize("kind", ["unfrozen", "added"])
+def test_a_param_group_for_late_parameters(kind: str) -> None:
+    """`add_param_group` on the prepared optimizer, as in Accelerate: settings of its own, and a scheduler's rates."""
+
+    def train(accelerator: Any) -> tuple[list[Any], Any, list[int]]:
+        model = llama()
+        late = model.lm_head if kind == "unfrozen" else torch.nn.Linear(64, 64, bias=False)
+        if kind == "unfrozen":
+            late.requires_grad_(False)
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01, fused=True)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        logs = []
+        for index in range(STEPS):
+            if index == 2:
+                late.requires_grad_(True)
+                if kind == "added":
+                    torch.nn.init.eye_(late.weight)
+                    model.lm_head = torch.nn.Sequential(model.lm_head, late)
+                optimizer.add_param_group({"params": late.parameters(), "lr": 0.05, "weight_decay": 0.3})
+            loss = model(**batch(index)).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            logs.append((loss.item(), *(group["lr"] for group in optimizer.param_groups)))
+        return logs, model, [len(group["params"]) for group in optimizer.param_groups]
+
+    expected, plain, sizes = train(accelerate.Accelerator(cpu=True))
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    found, model, own = train(ours())
+    assert (found, own) == (expected, sizes)
+    release(model)
+    wanted = plain.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
 def test_what_is_refused() -> None:
     model = llama()
     with pytest.raises(InvalidInput, match=r"1 models and 0 optimizers .* hand model and optimizer to one prepare"):

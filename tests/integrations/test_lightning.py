@@ -158,6 +158,42 @@ def test_resumes_exactly_from_lightnings_checkpoint(tmp_path: Path, precision: s
         release(each)
 
 
+class Halves(Apart):
+    """A network that is frozen at first, and a head that is trained."""
+
+    @property
+    def backbone(self) -> Any:
+        return self.network
+
+    def configure_optimizers(self) -> Any:
+        trained = [each for each in self.parameters() if each.requires_grad]
+        return torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1, fused=True)
+
+
+@pytest.mark.filterwarnings("ignore:The lr scheduler:UserWarning")
+def test_a_backbone_that_is_unfrozen_has_its_own_rate(tmp_path: Path) -> None:
+    """`BackboneFinetuning` unfreezes it, calls `add_param_group`, and changes the group's rate each epoch."""
+    from lightning.pytorch.callbacks import BackboneFinetuning
+
+    def train(chosen: Any) -> Any:
+        module = Halves()
+        callback = BackboneFinetuning(1, lambda epoch: 2.0, backbone_initial_lr=0.001, should_align=False)
+        fit(module, tmp_path, chosen, callbacks=[callback], max_steps=9)
+        return module
+
+    own = ChunkedStrategy(budget=Budget(device=600_000, host="64MiB"), precision="fp32")
+    plain, found = train("auto"), train(own)
+    groups = [module.trainer.optimizers[0].param_groups for module in (plain, found)]
+    for key in ("lr", "weight_decay"):
+        assert [group[key] for group in groups[0]] == [group[key] for group in groups[1]]
+    assert [len(group["params"]) for group in groups[0]] == [len(group["params"]) for group in groups[1]]
+    assert groups[1][1]["lr"] not in (0.001, 0.01)
+    release(found)
+    assert found.losses == plain.losses
+    wanted = plain.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in found.state_dict().items())
+
+
 def test_only_evaluated(tmp_path: Path) -> None:
     """Validation without `fit` keeps the budget, and has the same loss."""
     loader = torch.utils.data.DataLoader([row(index) for index in range(4)], batch_size=2)

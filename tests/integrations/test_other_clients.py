@@ -155,3 +155,157 @@ def test_sentence_transformers_gradients_in_a_cache() -> None:
         found.append((losses, model.state_dict()))
     assert found[0][0] == found[1][0]
     same(found[0][1], found[1][1])
+
+
+def trained(pairs: Iterator[tuple[Any, Any]], batch: Callable[[int], torch.Tensor]) -> list[Any]:
+    """Three steps of next-token prediction in each: the losses, and the state dict."""
+    found: list[Any] = []
+    for model, optimizer in pairs:
+        losses = []
+        for index in range(3):
+            ids = batch(index)
+            loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        if found:
+            assert statistics(model).evictions > 0
+            release(model)
+        found.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
+    return found
+
+
+def tokens(index: int) -> torch.Tensor:
+    return torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(index))
+
+
+LITGPT = {"block_size": 32, "vocab_size": 64, "padded_vocab_size": 64, "n_layer": 4, "n_head": 2, "n_embd": 64}
+LITGPT_MODELS: dict[str, dict[str, Any]] = {
+    "GPT": {},
+    "Llama": {
+        "norm_class_name": "RMSNorm",
+        "mlp_class_name": "LLaMAMLP",
+        "intermediate_size": 128,
+        "n_query_groups": 1,
+        "bias": False,
+        "parallel_residual": False,
+        "rotary_percentage": 1.0,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LITGPT_MODELS)
+def test_litgpt(kind: str) -> None:
+    litgpt = pytest.importorskip("litgpt", reason="litgpt is not installed")
+    config = litgpt.Config(**LITGPT, **LITGPT_MODELS[kind])
+    one, other = trained(both(lambda: litgpt.GPT(config), "900KiB"), tokens)
+    assert one[0] == other[0]
+    same(one[1], other[1])
+
+
+def test_litgpt_adapters() -> None:
+    """Its own LoRA, which stays in training mode, so that nothing is merged."""
+    pytest.importorskip("litgpt", reason="litgpt is not installed")
+    from litgpt import lora
+
+    where = {f"lora_{name}": True for name in ("query", "value", "projection", "mlp", "head")}
+    config = lora.Config(**LITGPT, lora_r=4, lora_alpha=8, lora_dropout=0.0, **where)
+    models: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        made: nn.Module = lora.GPT(config)
+        lora.mark_only_lora_as_trainable(made)
+        models.append(made)
+        return made
+
+    one, other = trained(both(make, "900KiB"), tokens)
+    assert one[0] == other[0]
+    same(one[1], other[1])
+    assert any("lora_B" in name and value.any() for name, value in one[1].items())
+    for model in models:
+        lora.merge_lora_weights(model)
+    same(models[0].state_dict(), models[1].state_dict())
+    assert not torch.equal(models[0].lm_head.linear.weight, one[1]["lm_head.linear.weight"])
+
+
+def test_torchmetrics_within_and_beside_the_model() -> None:
+    """A metric as a child of the model has buffers that change in forward, and no parameters."""
+    metrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+
+    class Measured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Embedding(64, 64), *(nn.Linear(64, 64) for _ in range(6)))
+            self.accuracy = metrics.classification.MulticlassAccuracy(64)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layers(ids)
+            self.accuracy.update(out.detach().float().argmax(-1).flatten(), ids.flatten())
+            return out
+
+    measured, loss_of = [], metrics.MeanMetric()
+    for model, optimizer in both(Measured, "150KiB"):
+        for index in range(3):
+            ids = tokens(index)
+            loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            loss.backward()
+            loss_of.update(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        measured.append((model.accuracy.compute().item(), loss_of.compute().item(), dict(model.state_dict())))
+        loss_of.reset()
+        model.accuracy.reset()
+    release(model)
+    assert measured[0][:2] == measured[1][:2]
+    same(measured[0][2], measured[1][2])
+
+
+class NanoBlock(nn.Module):
+    """A block as nanoGPT has it."""
+
+    def __init__(self, width: int = 64, heads: int = 2) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2, self.heads = nn.LayerNorm(width), nn.LayerNorm(width), heads
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            each.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for each in self.c_attn(self.ln_1(x)).chunk(3, -1)
+        )
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(attended.transpose(1, 2).reshape(x.shape))
+        out: torch.Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+
+class Nano(nn.Module):
+    """nanoGPT: a head that is its token table, and a forward that takes positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(64, 64), nn.Embedding(32, 64)
+        self.h, self.ln_f = nn.ModuleList(NanoBlock() for _ in range(3)), nn.LayerNorm(64)
+        self.lm_head = nn.Linear(64, 64, bias=False)
+        self.wte.weight = self.lm_head.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+        for block in self.h:
+            x = block(x)
+        out: torch.Tensor = self.lm_head(self.ln_f(x))
+        return out
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+def test_nanogpt_with_compiled_blocks(backend: str) -> None:
+    def make() -> nn.Module:
+        made = Nano()
+        for block in made.h:
+            block.compile(backend=backend)
+        return made
+
+    one, other = trained(both(make, "1200KiB"), tokens)
+    assert one[0] == other[0]
+    same(one[1], other[1])

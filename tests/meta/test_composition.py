@@ -28,13 +28,9 @@ ALLOWED = {
         r"holder|owner|cell|kind|each",
         r"cell_contents|name",
     ),
-    "a collective on its way has its memory and its result filled in by those who make it ready": (
-        r"step|old|known",
-        r"\w+",
-    ),
     "a parameter that is managed or fake keeps its identity: its class changes, and what goes with that": (
         r"parameter|tensor|each",
-        r"__class__|_record|_owner|_recorder|_away",
+        r"__class__|_record|_owner|_recorder|_on_host",
     ),
     "PyTorch gives no other way to change its own objects": (
         r"parameter|ctx|made|module|real|held|counter|flags",

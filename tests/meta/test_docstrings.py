@@ -1,4 +1,4 @@
-"""Sentences of docstrings are short: about 20 words, and never more than `MOST_WORDS`."""
+"""Sentences of docstrings are short: about 20 words, never more than `MOST_WORDS`. What functions do comes first."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ TABLE = re.compile(r"^(?: {4}.*|.*\S {2,}\S.*)$", re.MULTILINE)
 PARAGRAPH = re.compile(r"\n\s*\n|\n(?=\s*[-*] )")
 END = re.compile(r"(?<=[.!?;:])\s+(?=[A-Z`X(\[])")
 """Between two sentences; a colon or a semicolon ends one only before a capital."""
+NO_VERBS = {
+    *("the", "a", "an", "its", "all", "every", "which", "what", "whether", "how", "where", "that", "true", "false"),
+    *("bytes", "seconds", "most", "no", "have", "let"),
+}
+"""What the docstring of a function may not begin with: words that are no verbs, and two that say nothing."""
+ELSEWHERE = ("ps_core/engine/_sharding/", "ps_dist/")
+"""Folders in which some functions' docstrings begin otherwise: those of properties, as a rule."""
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -60,6 +67,40 @@ def test_sentences_are_short(root: Path) -> None:
     assert len(paths) > 300
     found = [fault for name, path in paths.items() for fault in faults(name, path.read_text("utf-8"))]
     assert not found, "\n".join(found)
+
+
+def openings(name: str, source: str) -> Iterator[str]:
+    """Functions of a module whose docstrings do not begin with what the function does."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            if re.split(r"\W", text, maxsplit=1)[0].lower() in NO_VERBS:
+                yield f"{name}:{node.lineno}: {node.name}: {text.splitlines()[0]}"
+
+
+def test_docstrings_of_functions_begin_with_a_verb(root: Path) -> None:
+    paths = {path.as_posix().partition("/src/")[2]: path for path in sorted(root.glob("packages/*/src/**/*.py"))}
+    rows = [
+        row
+        for name, path in paths.items()
+        if not name.startswith(ELSEWHERE)
+        for row in openings(name, path.read_text("utf-8"))
+    ]
+    assert not rows, "\n".join(rows)
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ('def f():\n    """Return the bytes."""', 0),
+        ('def f():\n    """The bytes."""', 1),
+        ('async def f():\n    """True: it is over."""', 1),
+        ('class A:\n    """The bytes."""\n    def f(self):\n        """Whether there is room."""', 1),
+        ("def f(): ...", 0),
+    ],
+)
+def test_the_guard_of_openings(source: str, count: int) -> None:
+    assert len(list(openings("it.py", source))) == count
 
 
 LONG, SHORT = " ".join(["word"] * 25), " ".join(["word"] * 24)

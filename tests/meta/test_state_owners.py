@@ -11,7 +11,7 @@ import pytest
 OWNED = {
     "_parameters/param_state.py": {"contents", "gradient", "own_gradient", "overwrite_pending"},
     "_memory/chunk.py": {"home", "copies", "version", "extent"},
-    "_support/counters.py": {"used_bytes", "peak_bytes", "highest_nonmodel_bytes", "promoted_bytes"},
+    "_support/counters.py": {"used_bytes", "peak_bytes", "highest_nonmodel_bytes"},
 }
 """By the module that may write them: attributes of `ParamState`, of `Chunk` and `Slot`, and of `ByteLedger`."""
 CHANGES = {"pop", "popitem", "clear", "update", "setdefault"}

@@ -12,8 +12,8 @@ import torch
 
 from ps_core import AdamW, Budget, Options, Workload, analytic_trace
 from ps_core._command.forecast import Forecast, Training, bounds, forecast
+from ps_core._extents import Precision
 from ps_core._planner.bounds import lower_bounds
-from ps_core._program import Precision
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES
 from ps_core.engine import chunked, release, statistics, trace

@@ -135,13 +135,13 @@ def test_peak_bytes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, compile
     for tokens in (128, 1024):
         x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
         labels = torch.randint(vocabulary, (tokens,))
-        tide = TensorBytesTracker()
-        tide.start()
+        tracker = TensorBytesTracker()
+        tracker.start()
         loss, _ = head_loss(x, table, labels, rows=rows)
-        forward = tide.take_peak()
+        forward = tracker.take_peak()
         loss.backward()
-        tide.stop()
-        backward, states = tide.take_peak(), tokens * hidden * size
+        tracker.stop()
+        backward, states = tracker.take_peak(), tokens * hidden * size
         table.grad = None
         # The logits, without a kernel in fp32 and in 16 bits; the sum in fp32, and the newest part of it; gradients of
         # hidden states.

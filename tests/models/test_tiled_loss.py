@@ -180,13 +180,13 @@ def test_peak_bytes() -> None:
     for leaf in tiles:
         # As the engine takes it.
         leaf.register_post_accumulate_grad_hook(lambda done: setattr(done, "grad", None))  # type: ignore[no-untyped-call]
-    tide = TensorBytesTracker()
-    tide.start()
+    tracker = TensorBytesTracker()
+    tracker.start()
     loss, _ = head_loss(x, tiles, torch.arange(64), rows=rows)
-    forward = tide.take_peak()
+    forward = tracker.take_peak()
     loss.backward()  # type: ignore[no-untyped-call]
-    tide.stop()
-    backward, logits, tile = tide.take_peak(), rows * WORDS // count * 4, whole.nbytes // count
+    tracker.stop()
+    backward, logits, tile = tracker.take_peak(), rows * WORDS // count * 4, whole.nbytes // count
     numbers = 64 * 4 * 8 * count
     assert logits < forward < 3 * logits + numbers
     assert logits + tile < backward < 3 * logits + tile + 3 * x.nbytes + numbers

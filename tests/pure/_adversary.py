@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -28,7 +29,7 @@ from ps_core._plan import (
     Shift,
     Step,
 )
-from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._program import Program
 
 Token = tuple[Extent, int] | str
 """A version of an extent, or words for bytes that nobody may read."""
@@ -75,7 +76,7 @@ class Machine:
     collectives: int = 0
     decisions: int = 0
     parts: set[int] = field(default_factory=set)
-    tide: int = 0
+    nonmodel: int = 0
     moving: dict[int, Token] = field(default_factory=dict)
     used: dict[Extent, tuple[int, int]] = field(default_factory=dict)
     """Slots of the last moment, and how often each had moved."""
@@ -96,7 +97,7 @@ class Machine:
             raise Broken(f"slot {number} is not aligned")
         if not 0 <= room.tier < len(self.plan.tiers):
             raise Broken(f"no tier {room.tier}")
-        top = self.plan.tiers[room.tier].capacity_bytes - (self.tide if room.tier == 0 else 0)
+        top = self.plan.tiers[room.tier].capacity_bytes - (self.nonmodel if room.tier == 0 else 0)
         if room.end > top:
             raise Broken(f"slot {number} ends at {room.end}, above {top}")
         for other, theirs in self.rooms.items():
@@ -109,14 +110,14 @@ class Machine:
                 raise Broken(f"slots {number} and {other} overlap")
         self.rooms[number] = room
 
-    def _tide_to(self, size: int) -> None:
-        self.tide = size
+    def _nonmodel_to(self, size: int) -> None:
+        self.nonmodel = size
         top = self.plan.tiers[0].capacity_bytes - size
         if top < 0:
             raise Broken(f"{size} non-model bytes on a tier of {self.plan.tiers[0].capacity_bytes}")
         for number, room in self.rooms.items():
             if room.tier == 0 and room.end > top:
-                raise Broken(f"the tide reaches slot {number}")
+                raise Broken(f"non-model data reach slot {number}")
 
     def _room(self, number: int) -> Room:
         if number not in self.rooms:
@@ -228,7 +229,7 @@ class Machine:
         uses = self.program.uses(self.segment, visit)
         if op.nonmodel_bytes < visit.nonmodel_bytes:
             raise Broken("the moment takes more than it was given")
-        self._tide_to(op.nonmodel_bytes)
+        self._nonmodel_to(op.nonmodel_bytes)
         if len(op.slots) != len(uses):
             raise Broken(f"moment {op.visit} has {len(uses)} uses")
         if uses:
@@ -243,7 +244,7 @@ class Machine:
         self.used = now
         self.done_visits += 1
         following = self.declared[self.done_visits : self.done_visits + 1]
-        self._tide_to(min(op.nonmodel_bytes, *following) if following else 0)
+        self._nonmodel_to(min(op.nonmodel_bytes, *following) if following else 0)
 
     def _reduce(self, queue: Queue, op: Op) -> None:
         program, last = self.program, self.segment is SegmentName.MICRO_LAST
@@ -251,13 +252,15 @@ class Machine:
             case Gather(group, shard, full, seq):
                 self._collective(queue, seq)
                 self._together(queue, shard, full, tier=0)
-                self._take(shard, Extent(program.weight, group), 0)
+                if group not in range(len(program.layout.groups)):
+                    raise Broken(f"there is no group {group}")
+                self._take(shard, Extent(program.weight_of(group), group), 0)
                 self._put(full, Extent(Kind.FULL, group), 0)
             case ReduceScatter(group, source, wire, shard, seq):
                 self._collective(queue, seq)
                 self._together(queue, source, wire, shard, tier=0)
                 count = self._gradients(group)
-                whole, part = (Kind.FULL, program.weight) if program.overwrites else (Kind.GRAD, Kind.RGRAD)
+                whole, part = (Kind.FULL, Kind.P16) if program.overwritten(group) else (Kind.GRAD, Kind.RGRAD)
                 self._room(wire).token = POISON
                 self._take(source, Extent(whole, group), count)
                 if self._room(wire).size < self._bytes(Extent(Kind.WIRE, group)):
@@ -295,8 +298,8 @@ class Machine:
 
     def _final(self, group: int) -> tuple[Extent, int]:
         count = self._gradients(group)
-        if self.program.overwrites:
-            return Extent(self.program.weight, group), count
+        if self.program.overwritten(group):
+            return Extent(Kind.P16, group), count
         return Extent(Kind.ACC, group), 1 if self.program.accumulate == 1 else 2
 
     def _step(self, queue: Queue, op: Step) -> None:
@@ -310,7 +313,7 @@ class Machine:
             if kind is Kind.ACC:
                 self._take(number, extent, 1)
             elif kind is Kind.P16:
-                if program.overwrites:
+                if program.overwritten(op.group):
                     self._take(number, extent, count)
                 self._put(number, extent, program.rebuilt(op.group))
             else:

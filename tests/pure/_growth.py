@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from ps_core._extents import Extent
 from ps_core._layout import lay_out
 from ps_core._plan import Copy, Gather, Plan, ReduceScatter, Tier
 from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import filled
 from ps_core._planner.tier_division import make_frame
-from ps_core._program import WIRE_BYTES, Extent, Program
+from ps_core._program import WIRE_BYTES, Program
 from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
@@ -44,7 +45,7 @@ class Problem:
 def streaming(name: str, layers: float, *, ranks: int = 1) -> Problem:
     """A model with groups of so many layers, all of it at home on the host, half of its weights fitting on the device.
 
-    The chunked loss keeps the tide at much the same part of memory for every size.
+    The chunked loss keeps non-model data at much the same part of memory for every size.
     """
     found = shape(name)
     trace = analytic_trace(found, Workload(batch=1, seq=1024, chunked_loss=True))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from _orders import find_fault, find_fault_directed
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import (
     Held,
     Instr,
@@ -20,7 +21,7 @@ from ps_core._plan import (
     Segment,
     slots_of,
 )
-from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._program import Program
 from ps_core._verify import faults
 
 

@@ -15,9 +15,10 @@ from typing import Protocol, TypeVar
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from ps_core._extents import Extent, Kind, Precision
 from ps_core._layout import Layout, lay_out
 from ps_core._plan import TIER_STACKS, Tier
-from ps_core._program import Extent, Kind, Precision, Program
+from ps_core._program import Program
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 from ps_core._units import ALIGNMENT_BYTES, align_up
 
@@ -203,6 +204,14 @@ def random_layout(choose: Choose, trace: Trace, *, most_ranks: int = 4) -> Layou
     return lay_out(trace, group_numel=choose(1, largest), ranks=ranks)
 
 
+def keeping(choose: Choose, layout: Layout) -> Layout:
+    """Some groups are kept in fp32, now and then."""
+    if not flag(choose, 25):
+        return layout
+    groups = tuple(replace(group, fp32=flag(choose, 40)) for group in layout.groups)
+    return replace(layout, groups=groups)
+
+
 def make_program(
     choose: Choose,
     bounds: Bounds = SMALL,
@@ -216,14 +225,17 @@ def make_program(
     ``apart`` chooses what is held from moment to moment, so that whatever else a seed stands for stays the same.
     """
     trace = holding(apart or choose, random_trace(choose, bounds))
+    layout = random_layout(choose, trace, most_ranks=most_ranks)
+    copies = pick(apart or choose, (1, 1, 1, 2, 3)) if most_ranks > 1 else 1
     return Program(
         trace=trace,
-        layout=random_layout(choose, trace, most_ranks=most_ranks),
+        layout=keeping(apart or choose, layout),
         precision=pick(choose, tuple(Precision)),
         accumulate=choose(2, 3) if flag(choose, 35) else 1,
         training=not flag(choose, 12) if training is None else training,
         nonmodel_overhead=0.05 if flag(choose, 20) else 0.0,
         states=pick(apart or choose, (2, 2, 2, 0, 1, 3, 4)),
+        copies=copies,
     )
 
 
@@ -252,14 +264,16 @@ def pinned_bytes(program: Program) -> int:
 
 def largest_bytes(program: Program) -> int:
     """The largest extent of the program, gathered groups included."""
-    shard = max((group.shard_numel for group in program.layout.groups), default=0)
+    groups = program.layout.groups
+    extra = 8 if program.copies > 1 else 0  # for sums across copies
+    sizes = (group.shard_numel * max(4, program.ranks * program.element_bytes(group.index) + extra) for group in groups)
     activation = max((activation.bytes for activation in program.trace.activations), default=0)
-    return max(shard * max(4, program.ranks * program.weight_bytes), activation + 127)
+    return max(*sizes, 0, activation + 127)
 
 
 def model_bytes(program: Program) -> int:
     """Everything that has a home, gradients gathered or waiting, and every activation."""
-    gathered = (Kind.FULL, Kind.GRAD, Kind.WIRE) if program.ranks > 1 else (Kind.GRAD,)
+    gathered = (Kind.FULL, Kind.GRAD, Kind.WIRE) if program.sharded else (Kind.GRAD,)
     home = sum(
         program.bytes_of(Extent(kind, group.index))
         for group in program.layout.groups

@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -34,7 +35,7 @@ from ps_core._plan import (
     link,
     worker,
 )
-from ps_core._program import Extent, Kind, Program, SegmentName, Visit
+from ps_core._program import Program, Visit
 
 Span = tuple[int, int, int]
 """Tier, start, end."""
@@ -94,7 +95,7 @@ def serial_plan(
     ]
     for serial in serials:
         ends = [max(pair) for pair in zip(ends, serial.ends, strict=True)]
-    ends[0] = max(ends[0], *(_with_tide(program, row) for row in rows))
+    ends[0] = max(ends[0], *(_with_nonmodel(program, row) for row in rows))
     segments = tuple(
         Segment(name, _write_down(program, row, ends[0], waits))
         for name, row in zip(program.segments, rows, strict=True)
@@ -306,16 +307,16 @@ class Serial:
 
     def gather(self, group: int) -> int:
         full = Extent(Kind.FULL, group)
-        shard = self.bring(Extent(self.program.weight, group), 0)
+        shard = self.bring(Extent(self.program.weight_of(group), group), 0)
         slot = self.reserve(0, self.program.bytes_of(full))
         self.add(Queue.COLL, Gather(group, shard, slot, self.next()), (shard,), (slot,))
         return self.put(slot, (full, 0))
 
     def complete(self, group: int) -> None:
         program, count = self.program, len(self.program.gradient_visits[group])
-        target = Extent(program.weight if program.overwrites else Kind.RGRAD, group)
-        if program.ranks > 1:
-            source = Extent(Kind.FULL if program.overwrites else Kind.GRAD, group)
+        target = Extent(Kind.P16 if program.overwritten(group) else Kind.RGRAD, group)
+        if program.sharded:
+            source = Extent(Kind.FULL if program.overwritten(group) else Kind.GRAD, group)
             origin = self.bring(source, 0)
             wire = self.reserve(0, program.bytes_of(Extent(Kind.WIRE, group)))
             shard = self.reserve(0, program.bytes_of(target))
@@ -324,7 +325,7 @@ class Serial:
             self.put(shard, (target, count))
             del self.latest[source]
             self.release(wire)
-        if not program.overwrites:
+        if not program.overwritten(group):
             self.accumulate(group)
 
     def accumulate(self, group: int) -> None:
@@ -339,7 +340,7 @@ class Serial:
 
     def norm(self, group: int) -> None:
         tier = self.able()
-        slot = self.bring(Extent(self.program.weight if self.program.overwrites else Kind.ACC, group), tier)
+        slot = self.bring(Extent(Kind.P16 if self.program.overwritten(group) else Kind.ACC, group), tier)
         self.add(worker(self.tiers, tier), Norm(group, slot), (slot,))
 
     def step(self, group: int) -> None:
@@ -347,7 +348,7 @@ class Serial:
         extents = [Extent(kind, group) for kind in program.home_kinds(group)]
         slots = []
         for extent in extents:
-            born = extent.kind is Kind.P16 and not program.overwrites
+            born = extent.kind is Kind.P16 and not program.overwritten(group)
             slots.append(self.reserve(tier, program.bytes_of(extent)) if born else self.bring(extent, tier))
         self.add(worker(self.tiers, tier), Step(group, tuple(slots)), writes=tuple(slots))
         for extent, slot in zip(extents, slots, strict=True):
@@ -411,19 +412,19 @@ class Serial:
         return max([0, *ends, *(held.offset + held.bytes for held in self.home if held.tier == tier)])
 
 
-# ---------------------------------------------------------------- tide and waits
+# ---------------------------------------------------------------- non-model bytes and waits
 
 
-def _with_tide(program: Program, rows: list[Row]) -> int:
-    """Bytes the compute tier needs for slots and tide together."""
-    tides = [row.op.nonmodel_bytes for row in rows if isinstance(row.op, Run)]
-    need, tide = 0, 0
+def _with_nonmodel(program: Program, rows: list[Row]) -> int:
+    """Bytes the compute tier needs for slots and non-model data together."""
+    ahead = [row.op.nonmodel_bytes for row in rows if isinstance(row.op, Run)]
+    need, nonmodel = 0, 0
     for row in rows:
         if isinstance(row.op, Run):
-            need = max(need, row.top + tides[0])
-            now = tides.pop(0)
-            tide = min(now, tides[0]) if tides else 0
-        need = max(need, row.top + tide)
+            need = max(need, row.top + ahead[0])
+            now = ahead.pop(0)
+            nonmodel = min(now, ahead[0]) if ahead else 0
+        need = max(need, row.top + nonmodel)
     return need
 
 

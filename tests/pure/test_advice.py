@@ -12,7 +12,7 @@ from ps_core._command import advice as advising
 from ps_core._command.advice import advice, remedies
 from ps_core._command.forecast import Training, forecast, trace_of
 from ps_core._errors import DoesNotFit
-from ps_core._program import Precision
+from ps_core._extents import Precision
 from ps_core._simulate.machine import MACHINES
 
 

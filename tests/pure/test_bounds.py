@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from _programs import programs, random_program
 from ps_core._errors import DoesNotFit
+from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._layout import lay_out
 from ps_core._plan import TIER_STACKS, Tier
 from ps_core._planner.bounds import check_fits, home_bytes, largest_extent_bytes, lower_bounds
 from ps_core._planner.held_slots import gap_bytes
 from ps_core._planner.low_memory_plan import tight_plan
 from ps_core._planner.search import Setup, find_plan
-from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import Program
 from ps_core._simulate.machine import machine
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 from ps_core._units import align_up
@@ -56,6 +57,7 @@ def test_one_largest_extent_above_the_bound_there_is_always_a_plan(program, stac
     else:
         setup = Setup(
             ranks=program.ranks,
+            copies=program.copies,
             precision=program.precision,
             accumulate=program.accumulate,
             training=program.training,

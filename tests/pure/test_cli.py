@@ -46,6 +46,17 @@ def document(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict
     return status, found
 
 
+def test_what_gpus_send_by_and_what_crosses_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    two = ("plan", "gpt-1b", "--batch", "4", "--gpus", "2", "--machine")
+    _, pcie, _ = run(capsys, *two, "rtx4090")
+    assert "  wire by               NCCL at 10 GB/s a process, host memory that all processes share at 4.17\n" in pcie
+    _, links, _ = run(capsys, *two, "a100-40", "--nodes", "2")
+    assert "  wire by               NCCL at 220 GB/s a process\n" in links
+    assert re.search(r"^  wire +(.*)\n  network +\1$", links, re.MULTILINE), "a process a node: all of it crosses"
+    _, alone, _ = run(capsys, "plan", "gpt-1b", "--batch", "4", "--machine", "a100-40")
+    assert "wire by" not in alone
+
+
 def test_a_plan_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     status, found = document(capsys, "plan", "gpt-10m", *SMALL)
     assert status == 0
@@ -104,16 +115,6 @@ def test_both_step_times_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{found['bound_step_time_s']:.3g} s  if the step overlapped backward too" in out
     _, out, _ = run(capsys, "plan", "gpt-10m", "--seq", "64", "--device-memory", "8GiB", *where[2:])
     assert "bound of the plan" not in out, "the same figure twice says nothing"
-
-
-def test_several_processes_do_not_follow_a_plan_with_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
-    for gpus, disk, said in (("1", "8GiB", False), ("2", "0", False), ("2", "8GiB", True)):
-        where = ("--device-memory", "2GiB", "--host-memory", "32GiB", "--disk", disk)
-        words = ("plan", "gpt-10m", "--seq", "128", *where, "--gpus", gpus)
-        _, found = document(capsys, *words)
-        assert any("do not follow this plan" in note for note in found["notes"]) is said
-        _, out, _ = run(capsys, *words)
-        assert ("several processes with a disk do not follow this plan" in out) is said
 
 
 def test_a_plan_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -444,3 +445,26 @@ def test_any_text_stream_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", out)
     assert main(["plan", "gpt-10m", *SMALL]) == 0
     assert "it fits" in out.getvalue()
+
+
+def test_copies_of_a_model_gather_within_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each process has more of the model, and sums go between the copies besides."""
+    where = ("--device-memory", "16GiB", "--host-memory", "128GiB", "--gpus", "16", "--nodes", "2", "--machine", "v100")
+    where += ("--batch", "1", "--seq", "64")
+    _, one = document(capsys, "plan", "gpt-1b", *where)
+    _, two = document(capsys, "plan", "gpt-1b", *where, "--replicate", "2")
+    _, out, _ = run(capsys, "plan", "gpt-1b", *where, "--replicate", "2")
+    assert "16 GPUs in 2 nodes, 2 copies" in out
+    assert (one["replicate"], two["replicate"]) == (1, 2)
+    assert two["step_time_s"] < one["step_time_s"], "gathers do not cross the network"
+    status, _, err = run(capsys, "plan", "gpt-1b", *where, "--replicate", "3")
+    assert status
+    assert "16 GPUs cannot have 3 copies of a model, of equally many each" in err
+
+
+def test_the_largest_model_of_copies_is_smaller(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--device-memory", "2GiB", "--host-memory", "24GiB", "--gpus", "4", "--nodes", "2", "--machine", "v100")
+    options = (*where, "--seq", "128", "--batch", "1", "--min-tflops", "0.1")
+    _, one = document(capsys, "scale", *options)
+    _, two = document(capsys, "scale", *options, "--replicate", "2")
+    assert 0 < two["parameters"] < one["parameters"]

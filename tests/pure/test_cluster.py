@@ -56,6 +56,8 @@ def test_tiers_that_are_not_there() -> None:
     [
         ({"gpus": 0}, "gpus must be at least 1, found 0"),
         ({"nodes": 0}, "nodes must be at least 1, found 0"),
+        ({"copies": 0}, "copies must be at least 1, found 0"),
+        ({"gpus": 6, "copies": 4}, "6 GPUs cannot have 4 copies of a model, of equally many each"),
         ({"gpus": 6, "nodes": 4}, "6 GPUs cannot be spread evenly over 4 nodes"),
         ({"device_memory": -1}, "device_memory cannot be negative"),
         ({"device_reserve": -1}, "device_reserve cannot be negative"),

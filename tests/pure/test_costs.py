@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from ps_core._extents import Extent, Kind, Precision
 from ps_core._layout import lay_out
 from ps_core._plan import (
     Accumulate,
@@ -26,8 +27,8 @@ from ps_core._plan import (
     Step,
     Tier,
 )
-from ps_core._program import Extent, Kind, Precision, Program
-from ps_core._simulate.cluster import ring_s
+from ps_core._program import Program
+from ps_core._simulate.cluster import LINK_HOP_S, NODE_HOP_S, ring_s
 from ps_core._simulate.instruction_times import Costs
 from ps_core._simulate.machine import MACHINES, Machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
@@ -145,9 +146,33 @@ def test_collectives_cross_the_slower_link() -> None:
         sent = 3 * NUMEL * 2
         one, two = 0.25 + ring_s(4, 4), 0.25 + ring_s(4, 2)
         assert seconds(op, Queue.COLL, program(ranks=4), ranks_per_node=4) == sent / 64 + one
-        assert seconds(op, Queue.COLL, program(ranks=4), ranks_per_node=2) == sent / 4 + two
+        abroad = 2 * NUMEL * 2 / 2  # of the other node's ranks, whose gradients come one by one
+        crossing = sent / 4 if isinstance(op, Gather) else abroad
+        assert seconds(op, Queue.COLL, program(ranks=4), ranks_per_node=2) == crossing + two
         fp32 = program(ranks=4, precision=Precision.FP32)
         assert seconds(op, Queue.COLL, fp32, ranks_per_node=4) == 2 * sent / 64 + one
+
+
+def test_what_crosses_between_nodes() -> None:
+    """A gathered shard once for all ranks of a node; each rank's gradients by themselves."""
+    for per_node, gathered, summed in ((4, 0, 0), (2, 2 / 2, 2), (1, 3, 3)):
+        for op, shards in ((Gather(0, 0, 1, 0), gathered), (ReduceScatter(0, 0, 1, 2, 0), summed)):
+            work = Costs(program(ranks=4), DEVICE_HOST, MACHINE, per_node).price((Instr(0, Queue.COLL, op),), {0: 512})
+            assert (work.wire_bytes, work.network_bytes) == (3 * NUMEL * 2, shards * NUMEL * 2)
+
+
+def test_a_sum_across_copies_receives_a_part_from_each_copy_and_then_the_others() -> None:
+    """Two copies of two processes: gathers stay within a node of two, sums do not."""
+    copies = replace(program(ranks=2), copies=2)
+    within, across = NUMEL * 2, NUMEL // 2 * 4 + NUMEL // 2 * 2
+    gather, total = Gather(0, 0, 1, 0), ReduceScatter(0, 0, 1, 2, 0)
+    one = within / 64 + 0.25 + ring_s(2, 2)
+    assert seconds(gather, Queue.COLL, copies, ranks_per_node=2) == one
+    between, near = one + (across / 2 + 2 * NODE_HOP_S), one + (across / 64 + 2 * LINK_HOP_S)
+    assert seconds(total, Queue.COLL, copies, ranks_per_node=2) == pytest.approx(between, rel=1e-12)
+    assert seconds(total, Queue.COLL, copies, ranks_per_node=4) == pytest.approx(near, rel=1e-12)
+    fp32 = replace(copies, precision=Precision.FP32)
+    assert fp32.across_bytes(0) == NUMEL // 2 * (4 + 4)
 
 
 def test_deciding_costs_a_message_where_there_is_somebody_to_ask() -> None:

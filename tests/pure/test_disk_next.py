@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from ps_core._extents import Extent, Kind, Precision
 from ps_core._layout import lay_out
 from ps_core._plan import Tier
 from ps_core._planner.bounds import home_bytes
 from ps_core._planner.placement import above_disk, halves
 from ps_core._planner.search import Setup, find_plan
-from ps_core._program import Extent, Kind, Precision, Program
+from ps_core._program import Program
 from ps_core._simulate.machine import machine
 from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.traces_from_shapes import analytic_trace
@@ -41,8 +42,8 @@ def test_halves_are_all_there_is_weights_first(precision: Precision) -> None:
 
 @pytest.mark.parametrize("part", [0.2, 0.4, 0.7])
 def test_little_more_moves_than_must(part: float) -> None:
-    """Every byte of model data changes once a step; what is not above the disk at the tide's peak is written there
-    and read again.
+    """Every byte of model data changes once a step; what is not above the disk at the peak of non-model bytes is
+    written there and read again.
     """
     made = program(Precision.BF16)
     peak = max(visit.nonmodel_bytes for visit in made.visits)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import Copy, Queue, Release, Reserve, Run, Segment, Shift, Tier
-from ps_core._program import Extent, Kind, SegmentName
 from ps_core._simulate.clock import simulate
 from ps_core._simulate.instruction_times import Costs
 from test_simulate import LEFT, offloaded_plan, resident_plan, segment, tiny, whole

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import Accumulate, Copy, Op, Queue, Release, Reserve, Run, Segment, Step, Tier
-from ps_core._program import Extent, Kind, SegmentName
 from ps_core._simulate.clock import simulate
 from ps_core._simulate.timeline import Timeline
 from ps_core._simulate.worker_times import HostWorker

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_core._program import Precision
+from ps_core._extents import Precision
 from ps_core._reference import floats
 from ps_core._reference.floats import (
     add,

@@ -15,9 +15,9 @@ from ps_core._command.advice import advice
 from ps_core._command.forecast import Forecast, Subject, Training, Way, bounds, forecast, surely_fits, trace_of
 from ps_core._command.largest_model import TooFast, largest
 from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._extents import Precision
 from ps_core._planner import search as searching
 from ps_core._planner.search import TooSlow
-from ps_core._program import Precision
 from ps_core._simulate.machine import MACHINES
 from ps_core._trace import Phase, Trace
 from ps_core._verify import verify

@@ -16,7 +16,7 @@ from ps_core._command.forecast import Training, bounds, forecast, model_of, sure
 from ps_core._command.largest_model import largest
 from ps_core._command.tables import HostTable
 from ps_core._errors import DoesNotFit, InvalidInput
-from ps_core._program import Precision
+from ps_core._extents import Precision
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES
 from ps_core._trace import Phase

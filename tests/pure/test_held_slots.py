@@ -11,13 +11,14 @@ from _orders import find_fault
 from _programs import random_program
 from _symbolic import Symbolic, batch
 from ps_core._errors import DoesNotFit, InvalidInput, PlanMismatch
+from ps_core._extents import Extent, Kind, Precision, SegmentName, Use
 from ps_core._layout import lay_out
 from ps_core._options import SGD
 from ps_core._plan import Instr, Queue, Run, Shift, Tier
 from ps_core._planner.bounds import largest_extent_bytes, lower_bounds
 from ps_core._planner.held_slots import Holds, gap_bytes
 from ps_core._planner.low_memory_plan import tight_plan
-from ps_core._program import Extent, Kind, Precision, Program, SegmentName, Use
+from ps_core._program import Program
 from ps_core._reference.execute_plan import Execution, Order, execute
 from ps_core._reference.training_rules import Training
 from ps_core._trace import Moment, Phase, Tensor, Trace
@@ -28,11 +29,11 @@ MICRO = SegmentName.MICRO_LAST
 WIDE = 1 << 20
 
 
-def trace(*backward, sizes=(64, 64, 64), forward=((0,), (1,), (2,)), tides=0):
+def trace(*backward, sizes=(64, 64, 64), forward=((0,), (1,), (2,)), nonmodel=0):
     """Groups of these sizes; each moment of backward: what it reads, holds from the one before, and has grads of."""
     moments = [Moment(name=f"f{index}", phase=F, reads=reads) for index, reads in enumerate(forward)]
     moments += [
-        Moment(name=f"b{index}", phase=B, reads=reads, holds=holds, grads=grads, nonmodel_bytes=tides)
+        Moment(name=f"b{index}", phase=B, reads=reads, holds=holds, grads=grads, nonmodel_bytes=nonmodel)
         for index, (reads, holds, grads) in enumerate(backward)
     ]
     tensors = tuple(Tensor(name=f"t{index}", numel=numel) for index, numel in enumerate(sizes))
@@ -192,12 +193,12 @@ def test_the_reference_refuses_a_plan_that_moves_what_is_held():
 
 
 def test_blocks_that_nest_need_no_more_than_the_bound():
-    made = program(trace(*BLOCK, sizes=(64, 192, 320), tides=500))
+    made = program(trace(*BLOCK, sizes=(64, 192, 320), nonmodel=500))
     verify(made, tight_plan(made, snug(made)))
 
 
 def test_where_holds_take_turns_room_may_be_lacking():
-    made = program(trace(*CHAIN, sizes=(64, 64, 320), tides=500))
+    made = program(trace(*CHAIN, sizes=(64, 64, 320), nonmodel=500))
     assert gap_bytes(made) == 256
     with pytest.raises(DoesNotFit) as caught:
         tight_plan(made, snug(made))

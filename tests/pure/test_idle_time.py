@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from _plans import ORIGINS, random_plan
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import Copy, Queue, Release, Reserve, Run, Segment, Step
-from ps_core._program import Extent, Kind, SegmentName
 from ps_core._simulate.clock import simulate
 from ps_core._simulate.idle_time import Cause, step_times, step_window
 from ps_core._simulate.machine import MACHINES

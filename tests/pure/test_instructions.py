@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ps_core._extents import Extent, Kind
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -20,7 +21,6 @@ from ps_core._plan import (
     Step,
     slots_of,
 )
-from ps_core._program import Extent, Kind
 
 
 @pytest.mark.parametrize(

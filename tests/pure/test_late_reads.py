@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ps_core._extents import Extent, Kind, Precision, SegmentName, Use
 from ps_core._layout import lay_out
-from ps_core._program import Extent, Kind, Precision, Program, SegmentName, Use
+from ps_core._program import Program
 from ps_core._trace import Moment, Phase, Tensor, Trace
 
 F, B = Phase.FORWARD, Phase.BACKWARD

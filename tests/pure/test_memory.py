@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 
+from ps_core._extents import Extent, Kind
 from ps_core._planner.arena import EMPTY, STALE, Arena
-from ps_core._program import Extent, Kind
 
 A, B, C, D = (Extent(Kind.P16, index) for index in range(4))
 

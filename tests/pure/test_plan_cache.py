@@ -12,6 +12,7 @@ from ps_core._plan import Tier
 from ps_core._planner import plan_cache
 from ps_core._planner.plan_cache import find_plan_again
 from ps_core._planner.search import Setup
+from ps_core._program import Precision
 from ps_core._simulate.machine import machine
 from ps_core._verify import verify
 from ps_core._workloads.named_shapes import shape
@@ -121,3 +122,12 @@ def test_a_folder_that_cannot_be_written_to_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInput, match="plan_cache: cannot write to"):
         find(tmp_path / "file" / "under")
+
+
+def test_a_choice_above_a_disk_is_found_again_in_fp32(tmp_path, searches):
+    """It says which kind its tiers of weights are for: in fp32 the master."""
+    beside = (Tier("host", 1500 * MIB), Tier("disk", 4096 * MIB))
+    setup = Setup(quick=True, precision=Precision.FP32)
+    first, again = (find(tmp_path, tiers=beside, setup=setup) for _ in range(2))
+    assert first.placement.weights != first.placement.states
+    assert (first, len(searches)) == (again, 1)

@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from _programs import programs_and_tiers
+from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._layout import lay_out
 from ps_core._plan import Copy, Gather, Norm, ReduceScatter, Release, Reserve, Run, Tier
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import Placement, filled, lay_home, work_tier
 from ps_core._planner.tier_division import NoRoom, Zone, make_frame
-from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import Program
 from ps_core._simulate.clock import moved_bytes
 from ps_core._simulate.machine import machine
 from ps_core._trace import Phase

@@ -7,13 +7,14 @@ import random
 import pytest
 
 from _programs import SMALL, TINY, random_program, random_tiers
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._layout import lay_out
 from ps_core._plan import Copy, Reserve, Tier
 from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import filled
 from ps_core._planner.search import Setup, find_plan
 from ps_core._planner.tier_division import NoRoom, make_frame
-from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._program import Program
 from ps_core._simulate.machine import machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
 from ps_core._verify import verify

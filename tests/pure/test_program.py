@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import STATES, Extent, Kind, Precision, SegmentName, Use
 from ps_core._layout import lay_out
 from ps_core._plan import TIER_STACKS, Queue, Tier, check_tiers, link, worker
-from ps_core._program import STATES, WIRE_BYTES, Extent, Kind, Precision, Program, SegmentName, Use
+from ps_core._program import WIRE_BYTES, Program
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 
 F, B = Phase.FORWARD, Phase.BACKWARD
@@ -88,9 +91,20 @@ def test_with_several_processes_moments_read_gathered_groups():
     made = program(ranks=2)
     found = uses(made, S.MICRO_LAST)
     assert found["head back"] == (Use(Extent(FULL, 0), 0, 1),)
-    assert (made.compute_weight, made.local_gradient) == (FULL, Kind.RGRAD)
+    assert (made.compute_weight_of(0), made.local_gradient) == (FULL, Kind.RGRAD)
     assert made.bytes_of(Extent(FULL, 0)) == 2 * made.bytes_of(Extent(P16, 0)) == 2 * 640
     assert made.bytes_of(Extent(Kind.RGRAD, 0)) == 2 * 640  # in fp32
+
+
+def test_a_group_kept_in_fp32_has_its_master_for_a_weight_and_a_sum_for_its_gradient():
+    made = program(ranks=2)
+    groups = tuple(replace(group, fp32=group.index == 0) for group in made.layout.groups)
+    made = replace(made, layout=replace(made.layout, groups=groups))
+    assert uses(made, S.MICRO_LAST)["head back"] == (Use(Extent(FULL, 0), 0, 0), Use(Extent(GRAD, 0), None, 1))
+    assert uses(made, S.MICRO_LAST)["block back"][0] == Use(Extent(FULL, 1), 0, 1), "the other goes over its weight"
+    assert (made.home_kinds(0), made.home_kinds(1)) == ((P32, M, V, ACC), (P16, P32, M, V))
+    assert made.bytes_of(Extent(FULL, 0)) == 2 * made.bytes_of(Extent(P32, 0)) == 2 * 1280
+    assert (made.casts(S.PROLOGUE), made.casts(S.SKIP)) == ((1, 3), (1,))
 
 
 def test_a_payload_that_is_dead_need_not_be_there():

@@ -13,6 +13,7 @@ from _plans import ORIGINS, random_plan
 from _programs import TINY
 from _symbolic import Symbolic, batch
 from ps_core._errors import IllegalTransition, InvalidInput, PlanMismatch
+from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._layout import lay_out
 from ps_core._options import SGD, Adam, AdamW, Group
 from ps_core._plan import (
@@ -38,7 +39,7 @@ from ps_core._plan import (
 from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import filled
 from ps_core._planner.tier_division import make_frame
-from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import Program
 from ps_core._reference.execute_plan import Execution, Observed, Order, execute
 from ps_core._reference.operations import carry_out
 from ps_core._reference.oracle import train_unconstrained
@@ -159,10 +160,10 @@ def test_the_observer_sees_every_instruction_within_budget():
     assert list(dict.fromkeys((row.iteration, row.segment) for row in seen)) == list(
         zip([-1, 0, 0, 1, 1], names, strict=True)
     )
-    tides = [row.tide_bytes for row in seen if isinstance(row.instr.op, Run)]
-    assert tides == [visit.nonmodel_bytes for visit in program.visits] * 2
+    nonmodel = [row.nonmodel_bytes for row in seen if isinstance(row.instr.op, Run)]
+    assert nonmodel == [visit.nonmodel_bytes for visit in program.visits] * 2
     for row in seen:
-        assert row.used_bytes[0] + row.tide_bytes <= 36_000
+        assert row.used_bytes[0] + row.nonmodel_bytes <= 36_000
         assert row.used_bytes[1] <= 200_000
 
 
@@ -261,12 +262,12 @@ BROKEN = {
         with_ops(S.MICRO_LAST, {0: Reserve(4, 1, 896, 128)}),
         "a copy of 128 bytes from tier 1 to 1",
     ),
-    "another tide": (with_ops(S.MICRO_LAST, {2: Run(0, (4,), 99)}), "runs moment 0 with 99"),
+    "other non-model bytes": (with_ops(S.MICRO_LAST, {2: Run(0, (4,), 99)}), "runs moment 0 with 99"),
     "no such moment": (with_ops(S.EVAL, {2: Run(1, (4,), 50)}), "runs moment 1"),
     "a slot too many": (with_ops(S.MICRO_LAST, {2: Run(0, (4, 4), 100)}), "has 2 slots, expected 1"),
     "computing on the host": (with_ops(S.MICRO_LAST, {2: Run(0, (0,), 100)}), "on tier 1, expected 0"),
     "too small": (with_ops(S.MICRO_LAST, {0: Reserve(4, 0, 0, 64)}), "too small for p16 of 0"),
-    "in the way of the tide": (with_ops(S.MICRO_LAST, {0: Reserve(4, 0, 128, 128)}), "overlaps a slot at 128"),
+    "in the way of non-model data": (with_ops(S.MICRO_LAST, {0: Reserve(4, 0, 128, 128)}), "overlaps a slot at 128"),
     "norm twice": (
         with_ops(S.MICRO_LAST, {}, add=((Queue.COMPUTE, Norm(0, 0), (6,)),)),
         "the norm of group 0 is taken twice",
@@ -339,7 +340,7 @@ def test_what_an_earlier_segment_left_out_of_date_is_refused():
         run_hand(stale, overlap=True)
 
 
-def test_more_tide_than_memory():
+def test_more_nonmodel_bytes_than_memory():
     plan = replace(HAND, tiers=(Tier("device", 128), Tier("host", 1024)))
     trace = replace(TRACE, moments=(replace(TRACE.moments[0], nonmodel_bytes=200), TRACE.moments[1]))
     program = Program(trace=trace, layout=PROGRAM.layout)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from _plans import ORIGINS, random_plan
 from _programs import TINY
+from ps_core._extents import Precision, SegmentName
 from ps_core._plan import Plan, Run, Tier
 from ps_core._planner.search import Setup, find_plan
-from ps_core._program import Precision, Program, SegmentName
+from ps_core._program import Program
 from ps_core._simulate.clock import peak_bytes
 from ps_core._simulate.machine import MACHINES
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._extents import Precision
 from ps_core._layout import lay_out
 from ps_core._plan import Tier
 from ps_core._planner.eviction_policy import Policy
@@ -13,7 +14,7 @@ from ps_core._planner.placement import filled
 from ps_core._planner.scores import Found, Scorer
 from ps_core._planner.search import Setup, find_plan, group_sizes, with_policy
 from ps_core._planner.tier_division import NoRoom, make_frame
-from ps_core._program import Precision, Program
+from ps_core._program import Program
 from ps_core._simulate.clock import simulate
 from ps_core._simulate.machine import machine
 from ps_core._trace import Tensor, Trace

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from _plans import ORIGINS, random_plan
 from _programs import TINY
 from ps_core._errors import InvalidInput, PlanMismatch
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._layout import lay_out
 from ps_core._plan import (
     Copy,
@@ -33,7 +34,7 @@ from ps_core._plan import (
     Tier,
     slots_of,
 )
-from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._program import Program
 from ps_core._simulate.clock import QUEUE_NAMES, Prediction, moved_bytes, peak_bytes, simulate
 from ps_core._simulate.instruction_times import Costs
 from ps_core._simulate.machine import Machine
@@ -220,7 +221,7 @@ def test_segments_join_at_addresses_and_nowhere_else() -> None:
         assert round(found.stalled_s, 6) == 4
 
 
-def test_the_tide_waits_and_is_waited_for() -> None:
+def test_nonmodel_data_wait_and_are_waited_for() -> None:
     weight = Extent(Kind.P16, 0)
     for nonmodel in (0, 1024, 2048):
         plan = Plan(
@@ -296,7 +297,7 @@ def test_damage_that_shows_is_a_mismatch() -> None:
 
 
 def test_peak_follows_the_list() -> None:
-    """The tide between two moments is the smaller of the two; after the last there is none."""
+    """Non-model data between two moments are the smaller of the two; after the last there is none."""
     program = tiny()
     base = resident_plan()
     home_bytes = 128 + 3 * 256
@@ -338,7 +339,8 @@ def slow_clock(
     program: Program, plan: Plan, machine: Machine, names: tuple[SegmentName, ...]
 ) -> tuple[list[list[float]], float]:
     """Begin of every instruction, segment by segment, comparing every pair."""
-    costs = Costs(program, plan.tiers, machine, program.ranks, beside=has_worker(program, plan))
+    per_node = program.ranks * program.copies
+    costs = Costs(program, plan.tiers, machine, per_node, beside=has_worker(plan))
     free = dict.fromkeys(Queue, 0.0)
     earlier: list[tuple[list[Piece], float]] = []
     begins = []
@@ -420,7 +422,7 @@ def test_the_engine_is_never_faster_than_the_bound(seed: int, origin: str, itera
     found = simulate(program, plan, machine, iterations=iterations)
     assert found.step_time_s >= found.bound_step_time_s * (1 - 1e-12)
     assert found.step_time_s >= max(found.busy_s.values()) * (1 - 1e-12)
-    if has_worker(program, plan):
+    if has_worker(plan):
         return
     names = program.iteration()
     alone = sum(slow_clock(program, plan, machine, (name,))[1] for name in names)
@@ -430,9 +432,9 @@ def test_the_engine_is_never_faster_than_the_bound(seed: int, origin: str, itera
         assert found.step_time_s == pytest.approx(alone)
 
 
-def has_worker(program: Program, plan: Plan) -> bool:
+def has_worker(plan: Plan) -> bool:
     """Whether a thread does the processor's work, beside the accelerator."""
-    return program.ranks == 1 and plan.tiers[0].name == "device"
+    return plan.tiers[0].name == "device"
 
 
 def held_up(one: Segment) -> bool:
@@ -473,7 +475,7 @@ def test_never_shorter_than_the_longest_chain(seed: int, origin: str) -> None:
     program, plan = random_plan(random.Random(seed), origin, TINY)
     machine = random_machine(random.Random(seed))
     found = simulate(program, plan, machine, iterations=1)
-    costs = Costs(program, plan.tiers, machine, program.ranks)
+    costs = Costs(program, plan.tiers, machine, program.ranks * program.copies)
     for name in program.iteration():
         instrs = plan.segment(name).instrs
         sizes = {op.slot: 0 for op in (instr.op for instr in instrs) if isinstance(op, Shift)}

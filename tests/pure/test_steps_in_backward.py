@@ -7,8 +7,8 @@ import json
 import pytest
 
 from ps_core import Setup, Tier, analytic_trace, find_plan, machine
+from ps_core._extents import Extent, Kind
 from ps_core._plan import Copy, Instr, Norm, Queue, Release, Reserve, Run, Segment, Step
-from ps_core._program import Extent, Kind
 from ps_core._simulate.clock import simulate
 from ps_core._simulate.steps_in_backward import early_steps, newest_first
 from ps_core._simulate.timeline import Timeline

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import Precision
 from ps_core._layout import lay_out
 from ps_core._options import Adam
-from ps_core._program import Precision, Program
+from ps_core._program import Program
 from ps_core._reference.floats import singles
 from ps_core._reference.oracle import train_unconstrained
 from ps_core._reference.toy_network import TEXT, ByteNetwork, Shape, make_trace

@@ -94,7 +94,7 @@ def test_every_tensor_is_read_in_forward_and_gets_its_gradient(found: Transforme
 
 @given(st.sampled_from(SHAPES), workloads())
 @settings(max_examples=60)
-def test_the_tide_rises_with_batch_and_sequence(found: TransformerShape, work: Workload) -> None:
+def test_nonmodel_bytes_rise_with_batch_and_sequence(found: TransformerShape, work: Workload) -> None:
     small = analytic_trace(found, replace(work, seq=min(work.seq, 63)))
     for more in (replace(work, seq=min(work.seq, 63), batch=work.batch + 1), replace(work, seq=min(work.seq, 63) + 1)):
         large = analytic_trace(found, more)
@@ -111,7 +111,7 @@ def test_checkpointing_lowers_the_peak_and_offload_lowers_it_further(found: Tran
     kept = analytic_trace(found, replace(work, checkpointing=True, offload_checkpoints=False))
     moved = analytic_trace(found, replace(work, checkpointing=True, offload_checkpoints=True))
     assert plain.peak_nonmodel_bytes >= kept.peak_nonmodel_bytes >= moved.peak_nonmodel_bytes
-    # Offload moves bytes from the tide to activations. In forward a block's input is there itself, too.
+    # Offload moves bytes from non-model data to activations. In forward a block's input is there itself, too.
     for index, (total, now) in enumerate(zip(alive(moved), moved.moments, strict=True)):
         both = len(now.makes) + (now.phase is Phase.FORWARD and now.name.startswith("layer"))
         copies = both * moved.activations[0].bytes

@@ -9,6 +9,7 @@ import pytest
 
 from _serial import Waits, serial_plan
 from ps_core._errors import PlanMismatch
+from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._layout import lay_out
 from ps_core._plan import (
     Accumulate,
@@ -30,7 +31,7 @@ from ps_core._plan import (
     Step,
     Tier,
 )
-from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import Program
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 from ps_core._verify import faults, verify
 from ps_core._verify.plan_fault import Fault
@@ -160,9 +161,9 @@ RULES = {
     "moments out of order": (put(2, op=Run(1, (2,), 300)), "moment 0; found moment 1"),
     "a moment missing": (by_hand(*GOOD[:4], replace(GOOD[5], after=(3,))), "moment 'third' run; found it never is"),
     "too few slots": (put(2, op=Run(0, (), 100)), "1 slots; found 0"),
-    "less tide than needed": (put(2, op=Run(0, (2,), 99)), "100 non-model bytes; found 99"),
-    "more tide than there is": (put(2, op=Run(0, (2,), 513)), "addresses below 512"),
-    "tide over a slot": (put(3, op=Run(1, (2,), 385)), "addresses 127 to 412 free; found slot 2"),
+    "fewer non-model bytes than needed": (put(2, op=Run(0, (2,), 99)), "100 non-model bytes; found 99"),
+    "more non-model bytes than there are": (put(2, op=Run(0, (2,), 513)), "addresses below 512"),
+    "non-model data over a slot": (put(3, op=Run(1, (2,), 385)), "addresses 127 to 412 free; found slot 2"),
     "home slot read on its tier": (put(2, op=Run(0, (0,), 100)), "slot 0 on tier 0; found it is on tier 1"),
     "slot never reserved": (put(1, op=Copy(P16, 0, 0, 3, 128)), "slot 3 live; found it is not"),
     "wrong version": (put(1, op=Copy(P16, 1, 0, 2, 128)), "p16 of 0, version 1 in slot 0; found p16 of 0, version 0"),
@@ -193,11 +194,11 @@ RULES = {
         add(6, Instr(9, DOWN, Reserve(3, 0, 0, 128)), Instr(10, DOWN, Release(3))),
         "free in every order; found instruction 5, which gives up those at 0, not waited for",
     ),
-    "reserved where the tide still is": (
+    "reserved where non-model data still are": (
         add(3, Instr(9, C, Reserve(3, 0, 384, 128)), Instr(10, C, Release(3))),
         "addresses 384 to 512 free; found non-model data at 412",
     ),
-    "reserved before the tide fell": (
+    "reserved before non-model data are gone": (
         add(4, Instr(9, UP, Reserve(3, 0, 256, 128)), Instr(10, UP, Release(3))),
         "instruction 3, which gives up those at 212, not waited for",
     ),
@@ -216,7 +217,7 @@ def test_broken_by_hand(plan, message):
     assert message in str(fault_of(ONLY, plan))
 
 
-def test_a_slot_may_use_what_the_tide_leaves_between_two_moments():
+def test_a_slot_may_use_what_nonmodel_data_leave_between_two_moments():
     between = Instr(9, C, Reserve(3, 0, 128, 128)), Instr(10, C, Release(3))
     verify(ONLY, add(4, *between))
     verify(ONLY, add(3, *between))
@@ -421,7 +422,7 @@ def ill_typed(plan, what):
         "after": lambda instr: replace(instr, after=None),
         "op": lambda instr: replace(instr, op=1.5),
         "slots": lambda instr: replace(instr, op=replace(instr.op, slots=None)),
-        "tide": lambda instr: replace(instr, op=replace(instr.op, nonmodel_bytes=float("nan"))),
+        "nonmodel": lambda instr: replace(instr, op=replace(instr.op, nonmodel_bytes=float("nan"))),
     }
     place = next(place for place, instr in enumerate(micro.instrs) if isinstance(instr.op, Run))
     instrs = list(micro.instrs)
@@ -430,7 +431,7 @@ def ill_typed(plan, what):
     return replace(plan, segments=changed)
 
 
-@pytest.mark.parametrize("what", ["home", "tiers", "segments", "extent", "after", "op", "slots", "tide"])
+@pytest.mark.parametrize("what", ["home", "tiers", "segments", "extent", "after", "op", "slots", "nonmodel"])
 def test_ill_typed_plans_are_no_plans(what):
     made = program()
     plan = serial_plan(made, random.Random(1), ("device", "host"))

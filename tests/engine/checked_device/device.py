@@ -10,15 +10,25 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from threading import RLock
 
 import torch
 
 from checked_device.addresses import AddressNames
 from checked_device.faults import InjectedFault
-from checked_device.race_check import LANES, START, WORKER, Clock, History, Lane, RaceDetector, Range
+from checked_device.race_check import (
+    QUEUES_AND_WORKER,
+    START,
+    WORKER,
+    Clock,
+    History,
+    QueueOrWorker,
+    RaceDetector,
+    Range,
+)
 from checked_device.worker import CheckedWorker, WorkMark
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import Queue
@@ -35,9 +45,13 @@ class Mark:
     clock: Clock = START
     position: int = 0
     """How many delayed operations of the queue come before it."""
+    perform: Callable[[Queue, int], None] | None = field(default=None, compare=False)
+    """Does them now; None: nothing is delayed."""
 
     def block(self) -> None:
-        raise NotImplementedError("the device waits for it")
+        """For a thread that answers other ranks, of which no order is checked."""
+        if self.perform is not None:
+            self.perform(self.queue, self.position)
 
 
 class CheckedDevice(CpuDevice):
@@ -102,7 +116,7 @@ class CheckedDevice(CpuDevice):
         self._launch(Queue.DISK_W, "disk write", (source,), (), ((), to_disk))
         self._later(Queue.DISK_W, partial(self._file.write, place, start, self._places.bytes_of(source)))
 
-    def _later(self, queue: Lane, work: Callable[[], object]) -> None:
+    def _later(self, queue: QueueOrWorker, work: Callable[[], object]) -> None:
         if self.delays is None:
             work()
         else:
@@ -121,7 +135,7 @@ class CheckedDevice(CpuDevice):
 
     def _launch(
         self,
-        queue: Lane,
+        queue: QueueOrWorker,
         what: str,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
@@ -138,6 +152,7 @@ class CheckedDevice(CpuDevice):
             queue,
             START if self._ordering is None else self._ordering.record(queue),
             0 if self.delays is None else self.delays.position(queue),
+            None if self.delays is None else self.delays.perform,
         )
         if self.delays is not None:
             self.delays.stir()
@@ -195,7 +210,7 @@ class CheckedDevice(CpuDevice):
         if self._ordering is not None:
             self._ordering.synchronize()
         if self.delays is not None:
-            for queue in LANES:
+            for queue in QUEUES_AND_WORKER:
                 self.delays.perform(queue)
         self._worker.synchronize()
 
@@ -231,25 +246,29 @@ class _Delays:
     """
 
     def __init__(self, seed: int) -> None:
+        self._performing = RLock()
+        """For threads that answer other ranks wait for operations too."""
         self._random = Random(seed)
         self._eagerness = [self._random.choice((0.0, 0.1, 0.7)) for _ in Queue]  # one may be quick, another slow
         self._eagerness.append(Random(-seed).choice((0.0, 0.1, 0.7)))
-        self._todo: list[deque[Mark | Callable[[], object]]] = [deque() for _ in LANES]
-        self._begun = [0 for _ in LANES]  # Invariant: position(queue) operations launched, of which todo are left
+        self._todo: list[deque[Mark | Callable[[], object]]] = [deque() for _ in QUEUES_AND_WORKER]
+        self._begun = [
+            0 for _ in QUEUES_AND_WORKER
+        ]  # Invariant: position(queue) operations launched, of which todo are left
 
-    def position(self, queue: Lane) -> int:
+    def position(self, queue: QueueOrWorker) -> int:
         """How many operations were launched on a queue."""
         return self._begun[queue] + len(self._todo[queue])
 
-    def begun(self, queue: Lane) -> int:
+    def begun(self, queue: QueueOrWorker) -> int:
         """How many of them are done."""
         return self._begun[queue]
 
-    def later(self, queue: Lane, work: Callable[[], object]) -> None:
+    def later(self, queue: QueueOrWorker, work: Callable[[], object]) -> None:
         """To be done later."""
         self._todo[queue].append(work)
 
-    def wait(self, queue: Lane, event: Mark) -> None:
+    def wait(self, queue: QueueOrWorker, event: Mark) -> None:
         """What follows is to be done after an event."""
         if queue is Queue.CPU:
             self.perform(event.queue, event.position)
@@ -258,13 +277,16 @@ class _Delays:
 
     def stir(self) -> None:
         """Perhaps do a thing or two."""
-        for queue, eagerness in zip(LANES, self._eagerness, strict=True):
+        for queue, eagerness in zip(QUEUES_AND_WORKER, self._eagerness, strict=True):
             if self._todo[queue] and self._random.random() < eagerness:
                 self.perform(queue, self._begun[queue] + 1)
 
-    def perform(self, queue: Lane, position: int | None = None) -> None:
+    def perform(self, queue: QueueOrWorker, position: int | None = None) -> None:
         """Do a queue's operations up to a position (None: all), each after what it waits for."""
-        goals = [(queue, self.position(queue) if position is None else position)]
+        with self._performing:
+            self._perform([(queue, self.position(queue) if position is None else position)])
+
+    def _perform(self, goals: list[tuple[QueueOrWorker, int]]) -> None:
         while goals:
             queue, position = goals[-1]
             if self._begun[queue] >= position:

@@ -35,9 +35,9 @@ class Thread(IntEnum):
 
 
 WORKER = Thread.WORKER
-Lane: TypeAlias = Queue | Thread
-LANES: tuple[Lane, ...] = (*Queue, WORKER)
-START: Clock = (0,) * len(LANES)
+QueueOrWorker: TypeAlias = Queue | Thread
+QUEUES_AND_WORKER: tuple[QueueOrWorker, ...] = (*Queue, WORKER)
+START: Clock = (0,) * len(QUEUES_AND_WORKER)
 
 _start, _end = attrgetter("start"), attrgetter("end")
 
@@ -46,7 +46,7 @@ _start, _end = attrgetter("start"), attrgetter("end")
 class Access:
     """One operation's use of a range."""
 
-    queue: Lane
+    queue: QueueOrWorker
     number: int
     """Which of its queue's operations, from 1."""
     what: str
@@ -153,9 +153,9 @@ class RaceDetector:
 
     def __init__(self, place: Callable[[int, int], str], history: History) -> None:
         self._place, self.history = place, history
-        self._clocks = [list(START) for _ in LANES]
+        self._clocks = [list(START) for _ in QUEUES_AND_WORKER]
 
-    def launch(self, queue: Lane, what: str, reads: Iterable[Range], writes: Iterable[Range]) -> None:
+    def launch(self, queue: QueueOrWorker, what: str, reads: Iterable[Range], writes: Iterable[Range]) -> None:
         """An operation on a queue; raises `PlanMismatch` if it may meet an earlier one."""
         clock = self._clocks[queue]
         _take_in(clock, self._clocks[Queue.CPU])
@@ -169,11 +169,11 @@ class RaceDetector:
         for access in accesses:
             self.history.enter(access, clock)
 
-    def record(self, queue: Lane) -> Clock:
+    def record(self, queue: QueueOrWorker) -> Clock:
         """The clock of an event; the host's part is taken in by whoever launches behind it."""
         return tuple(self._clocks[queue])
 
-    def wait(self, queue: Lane, event: Clock) -> None:
+    def wait(self, queue: QueueOrWorker, event: Clock) -> None:
         """What a queue does from here on comes after an event."""
         _take_in(self._clocks[queue], event)
 

@@ -19,11 +19,12 @@ from ps_core._errors import (
     TierFailure,
     UnsupportedParameter,
 )
+from ps_core._extents import Precision
 from ps_core._options import SGD, Adam, AdamW, Budget, Group, Options, TorchOptimizer
 from ps_core._plan import Plan, Tier
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.search import Planned, Setup, find_plan
-from ps_core._program import Precision, Program
+from ps_core._program import Program
 from ps_core._simulate.clock import Prediction, simulate
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import Machine, machine

@@ -30,6 +30,8 @@ class Group:
     trainable: bool
     common: bool = False
     """True if every process computes from the shards of all where they are, so that a gather copies nothing."""
+    fp32: bool = False
+    """True: computed in fp32, whatever the program's precision is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

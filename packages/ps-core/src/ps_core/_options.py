@@ -60,7 +60,7 @@ class Group(_ByName):
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The values this group sets."""
+        """Return the values that this group sets."""
         names = (row.name for row in fields(self) if row.name not in ("match", "settings", "kind"))
         return {name: value for name in names if (value := getattr(self, name)) is not None} | dict(self.settings or {})
 

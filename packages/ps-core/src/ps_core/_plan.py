@@ -11,12 +11,12 @@ address: an instruction waits for earlier segments' instructions on the same byt
 `Decide`; its result says whether `step` or `skip` follows.
 
 Memory. A tier is an address space of ``capacity_bytes``. A slot owns its range from `Reserve` to `Release`. On the
-compute tier (tier 0) non-model data owns the *tide*, a range at the top. While a moment runs, that is its
-``nonmodel_bytes``. Between two moments it is the smaller of the two; at a segment's beginning and end, nothing. Owned
-ranges never overlap. That keeps a budget, in every order.
+compute tier (tier 0) non-model data owns a range at the top. While a moment runs, that has its ``nonmodel_bytes``.
+Between two moments it is the smaller of the two; at a segment's beginning and end, nothing. Owned ranges never overlap.
+That keeps a budget, in every order.
 
 Contents. A fresh slot holds poison. A `Copy` names the version it carries; reading anything but the expected version is
-an error. See [Note: extents and versions] in `_program`.
+an error. See [Note: extents and versions] in `_extents`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from enum import IntEnum
 from typing import TypeAlias
 
 from ps_core._errors import InvalidInput
-from ps_core._program import Extent, SegmentName
+from ps_core._extents import Extent, SegmentName
 
 
 class Queue(IntEnum):

@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import Held, Instr, Op, Plan, Queue, Segment, Tier
-from ps_core._program import Extent, Kind, SegmentName
 
 FORMAT = "ps_core.plan/1"
 _OPS: dict[str, type[Any]] = {op.__name__: op for op in get_args(Op)}

@@ -1,115 +1,28 @@
 """Define what must happen in each segment of training, for all that plan, check or run it.
 
-[Note: extents and versions]
-An *extent* moves as a whole: one kind of one group's chunk, or one activation. Its contents, the *payload*, change in a
-fixed order. So an integer, its *version*, says exactly which bytes a copy should contain:
-
-    weight   P16 (16-bit) or P32 (fp32); one process reads it directly, several gather shards into FULL first.
-             0 = the parameters. With ``overwrites`` the gradient is written over them: 1..K after each of the group's
-             K gradient moments (a last read of the payload after these is one more: until then a gradient is kept
-             aside). K+1 (K = 0 without ``overwrites``) = rebuilt by a step, a skipped step, the prologue.
-             (fp32: P32 itself is the weight, and a step takes it from 0 to 1.)
-    FULL     0 = gathered parameters; with ``overwrites`` 1..K as above. The chunk goes from 0 to K in one
-             reduce-scatter.
-    GRAD     without ``overwrites``: a group's gradient on its way to the accumulator, 1..K.
-    RGRAD    without ``overwrites``: the sum of GRAD over processes, this one's shard of it in fp32; version K.
-    ACC      the fp32 accumulator: micro_first (or a lone micro_last) takes it from nothing to 1, every later one from 1
-             to 2; at the next segment's start 2 is called 1 again.
-    P32, M, V, S3, S4    0 before a step, 1 after it. The master, and what the optimizer keeps besides: `STATES`.
-    ACT      0.
-    WIRE     scratch of a reduce-scatter; has no version.
-
-Every segment begins and ends in the plan's *home* placement. At a segment's start versions are counted anew.
-`Program.entry` and `Program.exit` say what home slots must hold at either end. An extent that is not listed there may
-not be read.
+Versions are explained in [Note: extents and versions] in `_extents`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import STATES, Extent, Kind, Precision, SegmentName, Use
 from ps_core._layout import Layout
 from ps_core._trace import Phase, Trace
 from ps_core._units import align_up
 
+__all__ = ["MOST_MICRO_BATCHES", "WIRE_BYTES", "Extent", "Kind", "Precision", "Program", "SegmentName", "Visit"]
+
 WIRE_BYTES = 256 * 2**20
 """The most scratch bytes in a reduce-scatter: longer shards are exchanged and summed piece by piece."""
 
-
 MOST_MICRO_BATCHES = 1024
 """The most micro-batches of a step; an iteration is written out, so more would only cost time."""
-
-
-class Precision(StrEnum):
-    """The type that parameters are computed in. The 16-bit ones keep fp32 masters."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-
-
-class Kind(StrEnum):
-    """The kinds of data; see [Note: extents and versions]."""
-
-    P16 = "p16"
-    P32 = "p32"
-    M = "m"
-    V = "v"
-    S3 = "s3"
-    S4 = "s4"
-    ACC = "acc"
-    FULL = "full"
-    GRAD = "grad"
-    RGRAD = "rgrad"
-    WIRE = "wire"
-    ACT = "act"
-
-
-STATES = (Kind.M, Kind.V, Kind.S3, Kind.S4)
-"""The kinds of an optimizer's states, of which a program has the first few: fp32, one element for each parameter."""
-
-
-class Extent(NamedTuple):
-    """Data that moves as a whole. ``index`` is the group's, or the activation's for ACT."""
-
-    kind: Kind
-    index: int  # type: ignore[assignment]  # no one looks for a tuple's method here
-
-
-class Use(NamedTuple):
-    """Say how a moment uses an extent on the compute tier.
-
-    ``before`` is the version that it must find. None means any contents: the extent is new, or its data are not needed.
-    ``after`` is the version that it leaves; equal means read only.
-    """
-
-    extent: Extent
-    before: int | None
-    after: int
-    held: bool = False
-    """True if the memory has been referenced since the moment before: the extent must be in the same slot."""
-
-
-class SegmentName(StrEnum):
-    """Name the segments of a plan. ``MICRO_LAST`` is the only micro-batch if there is one."""
-
-    PROLOGUE = "prologue"
-    MICRO_FIRST = "micro_first"
-    MICRO_MID = "micro_mid"
-    MICRO_LAST = "micro_last"
-    STEP = "step"
-    SKIP = "skip"
-    EVAL = "eval"
-
-    @property
-    def is_micro(self) -> bool:
-        """Return True if the segment runs forward and backward."""
-        return self in (SegmentName.MICRO_FIRST, SegmentName.MICRO_MID, SegmentName.MICRO_LAST)
 
 
 class Visit(NamedTuple):
@@ -141,6 +54,8 @@ class Program:
     """The fraction of every moment's non-model bytes that is added to them (fragmentation)."""
     states: int = 2
     """The number of `STATES` that the optimizer keeps for each parameter."""
+    copies: int = 1
+    """How many copies of the model train together; the processes of each copy divide its groups."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.states <= len(STATES):
@@ -154,39 +69,53 @@ class Program:
         return self.layout.ranks
 
     @property
+    def sharded(self) -> bool:
+        """Return True if several processes train: groups are gathered, and gradients are summed over processes."""
+        return self.layout.ranks * self.copies > 1
+
+    @property
     def overwrites(self) -> bool:
         """Return True if gradients are written over the 16-bit parameters (14 bytes a parameter)."""
         return self.precision is not Precision.FP32 and self.accumulate == 1
 
-    @property
-    def gradient(self) -> Kind:
-        """The kind that a moment writes gradients to: with ``overwrites``, over what it reads."""
-        return self.compute_weight if self.overwrites else Kind.GRAD
+    def overwritten(self, group: int) -> bool:
+        """Return True if the gradients of a group are written over its weight."""
+        return self.accumulate == 1 and self._weights[group] is Kind.P16
+
+    def gradient_of(self, group: int) -> Kind:
+        """Return the kind that a moment writes a group's gradients to: if ``overwritten``, over what it reads."""
+        return self.compute_weight_of(group) if self.overwritten(group) else Kind.GRAD
 
     @property
     def weight(self) -> Kind:
-        """Return the kind that a chunk's weights are computed from."""
+        """Return the kind that weights are computed from, in groups that are not kept in fp32."""
         return Kind.P32 if self.precision is Precision.FP32 else Kind.P16
 
-    @property
-    def weight_bytes(self) -> int:
-        """Return the bytes of one computed weight or gradient element."""
-        return 4 if self.precision is Precision.FP32 else 2
+    def weight_of(self, group: int) -> Kind:
+        """Return the kind that a group's weights are computed from."""
+        return self._weights[group]
 
-    @property
-    def compute_weight(self) -> Kind:
+    @cached_property
+    def _weights(self) -> tuple[Kind, ...]:
+        """Return the results of `weight_of`, which is called nearly as often as `bytes_of`."""
+        return tuple(Kind.P32 if group.fp32 else self.weight for group in self.layout.groups)
+
+    def precision_of(self, group: int) -> Precision:
+        """Return the type that a group's parameters are computed in."""
+        return self.precision if self.weight_of(group) is Kind.P16 else Precision.FP32
+
+    def element_bytes(self, group: int) -> int:
+        """Return the bytes of one element of a group's computed weight, or of its gradient."""
+        return 2 if self.weight_of(group) is Kind.P16 else 4
+
+    def compute_weight_of(self, group: int) -> Kind:
         """Return the kind that a moment reads: the chunk itself, or the gathered group."""
-        return self.weight if self.ranks == 1 else Kind.FULL
+        return Kind.FULL if self.sharded else self.weight_of(group)
 
     @property
     def local_gradient(self) -> Kind:
         """Return the kind that is added to the accumulator, without ``overwrites``."""
-        return Kind.GRAD if self.ranks == 1 else Kind.RGRAD
-
-    @property
-    def local_gradient_bytes(self) -> int:
-        """Bytes of one element of it: sums over processes are fp32 until the last of them is rounded."""
-        return self.weight_bytes if self.ranks == 1 else 4
+        return Kind.RGRAD if self.sharded else Kind.GRAD
 
     @cached_property
     def visits(self) -> tuple[Visit, ...]:
@@ -209,12 +138,11 @@ class Program:
         )
         return self._with_late_reads(rows) if self.training and self.overwrites else rows
 
-    @staticmethod
-    def _with_late_reads(rows: tuple[Visit, ...]) -> tuple[Visit, ...]:
+    def _with_late_reads(self, rows: tuple[Visit, ...]) -> tuple[Visit, ...]:
         """Return the moments; a gradient also arrives at a weight's last read, if an earlier one was delayed until
         then.
         """
-        last_gradient = {group: row.index for row in rows for group in row.grads}
+        last_gradient = {group: row.index for row in rows for group in row.grads if self.overwritten(group)}
         last_read = {group: row.index for row in rows for group in row.reads}
         late: dict[int, tuple[int, ...]] = defaultdict(tuple)
         for group, index in last_gradient.items():
@@ -264,18 +192,14 @@ class Program:
 
     def casts(self, segment: SegmentName) -> tuple[int, ...]:
         """Return the groups whose 16-bit weight a segment rebuilds from its master without a step."""
-        if segment is SegmentName.PROLOGUE and self.weight is Kind.P16 and self.training:
-            return tuple(group.index for group in self.layout.groups if group.trainable)
-        return self.stepped if segment is SegmentName.SKIP and self.overwrites else ()
+        if segment is SegmentName.PROLOGUE and self.training:
+            trainable = (group.index for group in self.layout.groups if group.trainable)
+            return tuple(group for group in trainable if self.weight_of(group) is Kind.P16)
+        return tuple(filter(self.overwritten, self.stepped)) if segment is SegmentName.SKIP else ()
 
     def rebuilt(self, group: int) -> int:
         """Return the version of a 16-bit weight rebuilt from its master."""
-        return (len(self.gradient_visits[group]) if self.overwrites else 0) + 1
-
-    def sent_bytes(self, group: int, *, gathers: bool) -> int:
-        """Return the bytes that each process sends to the others for a group's gather, or for its sum."""
-        row = self.layout.groups[group]
-        return 0 if gathers and row.common else row.shard_numel * (self.ranks - 1) * self.weight_bytes
+        return (len(self.gradient_visits[group]) if self.overwritten(group) else 0) + 1
 
     def bytes_of(self, extent: Extent) -> int:
         """Return the bytes of a slot that can hold the extent, on one process; a multiple of the alignment."""
@@ -296,9 +220,27 @@ class Program:
         if kind is Kind.FULL and self.layout.groups[index].common:
             return align_up(1)
         if kind in (Kind.FULL, Kind.GRAD, Kind.WIRE):
-            size = numel * self.ranks * self.weight_bytes
-            return min(size, WIRE_BYTES) if kind is Kind.WIRE else size
-        return numel * (self.weight_bytes if kind is Kind.P16 else 4)
+            size = numel * self.ranks * self.element_bytes(index)
+            if kind is not Kind.WIRE:
+                return size
+            return min(size if self.copies == 1 else size + 8 * numel, WIRE_BYTES)
+        return numel * (2 if kind is Kind.P16 else 4)
+
+    def gather_bytes(self, group: int) -> int:
+        """Return the bytes that a process receives of a group that is gathered."""
+        return 0 if self.layout.groups[group].common else self.sum_bytes(group)
+
+    def sum_bytes(self, group: int) -> int:
+        """Return the bytes that a process receives from the other shards' ranks for a sum of a group."""
+        return self.layout.groups[group].shard_numel * (self.ranks - 1) * self.element_bytes(group)
+
+    def across_bytes(self, group: int) -> int:
+        """Return the bytes of a sum that a process receives from other copies of the model.
+
+        It adds its part of the shard, which comes in fp32 from each copy. Then it receives the other parts.
+        """
+        numel = self.layout.groups[group].shard_numel
+        return numel * (self.copies - 1) // self.copies * (4 + (2 if self.overwritten(group) else 4))
 
     @property
     def state_kinds(self) -> tuple[Kind, ...]:
@@ -308,10 +250,10 @@ class Program:
     def home_kinds(self, group: int) -> tuple[Kind, ...]:
         """Return the kinds of a group that have a home slot, computed weight first."""
         if not (self.training and self.layout.groups[group].trainable):
-            return (self.weight,)
+            return (self.weight_of(group),)
         states = (Kind.P32, *self.state_kinds)
-        weights = states if self.weight is Kind.P32 else (Kind.P16, *states)
-        return weights if self.overwrites else (*weights, Kind.ACC)
+        weights = states if self.weight_of(group) is Kind.P32 else (Kind.P16, *states)
+        return weights if self.overwritten(group) else (*weights, Kind.ACC)
 
     @cached_property
     def segments(self) -> tuple[SegmentName, ...]:
@@ -356,9 +298,10 @@ class Program:
 
     @cached_property
     def _eval_uses(self) -> tuple[tuple[Use, ...], ...]:
-        weight = self.compute_weight
         return tuple(
-            tuple(Use(Extent(weight, group), 0, 0, group in visit.holds) for group in visit.reads)
+            tuple(
+                Use(Extent(self.compute_weight_of(group), group), 0, 0, group in visit.holds) for group in visit.reads
+            )
             for visit in self.visits
         )
 
@@ -373,10 +316,11 @@ class Program:
         return tuple(rows)
 
     def _training_uses(self, visit: Visit, arrived: list[int]) -> tuple[Use, ...]:
-        weight, uses = self.compute_weight, []
+        uses = []
         for group in dict.fromkeys((*visit.reads, *visit.grads)):
             count, gains, held = arrived[group], group in visit.grads, group in visit.holds
-            if self.overwrites:
+            weight = self.compute_weight_of(group)
+            if self.overwritten(group):
                 dead = count == 0 and visit.index > self.last_reads[group]
                 uses.append(Use(Extent(weight, group), None if dead else count, count + gains, held))
                 continue

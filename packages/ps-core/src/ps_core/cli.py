@@ -36,9 +36,9 @@ from ps_core._command.show import (
 )
 from ps_core._command.timeline_files import timeline_text
 from ps_core._errors import DoesNotFit, InvalidInput, PatrickStarError
+from ps_core._extents import Precision
 from ps_core._install_hints import how_to_install
 from ps_core._planner.eviction_policy import Policy
-from ps_core._program import Precision
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES, UNSTEADY, Machine, default_machine, machine, machine_from_toml
 from ps_core._trace import Trace
@@ -256,6 +256,7 @@ def _place(options: argparse.Namespace) -> _Place:
     cluster = Cluster(
         gpus=gpus,
         nodes=options.nodes,
+        copies=options.replicate,
         device_memory=device,
         host_memory=host,
         disk=options.disk,

@@ -3,8 +3,8 @@
     python -m ps_core.demo [--brief] [FILE.svg]
 
 It plans, verifies, and executes in a random order that the plan allows. It compares every bit with training in
-unlimited memory, and what was moved with what was planned. The picture of the tide goes to the file. ``--brief``: in a
-few lines, if everything is correct.
+unlimited memory, and what was moved with what was planned. The picture of memory over a step goes to the file.
+``--brief``: in a few lines, if everything is correct.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._options import AdamW
 from ps_core._plan import Copy, Instr, Queue, Run, Tier
 from ps_core._planner.search import Planned, Setup, find_plan
-from ps_core._program import Extent, Kind, SegmentName
 from ps_core._reference.execute_plan import Execution, Observed, execute
 from ps_core._reference.oracle import train_unconstrained
 from ps_core._reference.toy_network import ByteNetwork, Shape
@@ -66,7 +66,7 @@ class _Watch:
 
     def __call__(self, event: Observed) -> None:
         for tier, used in enumerate(event.used_bytes):
-            held = used + (event.tide_bytes if tier == 0 else 0)
+            held = used + (event.nonmodel_bytes if tier == 0 else 0)
             self.peak_bytes[tier] = max(self.peak_bytes[tier], held)
         if event.segment is not SegmentName.PROLOGUE:
             self.counts.add(event.instr)

@@ -26,13 +26,13 @@ from ps_dist._nccl import NcclMessages
 from ps_dist._process_groups import ProcessGroups
 from ps_dist._reduce import HOST_PIECE_NUMEL, OrderedReduceScatter
 from ps_dist._session import CollectiveSession
-from ps_dist._shard_answers import Answer, ShardAnswers
+from ps_dist._shard_answers import Answer, ShardAnswers, refuses
 from ps_dist._shared_memory import CommonMemory
 from ps_dist._shared_messages import SharedMessages
 from ps_dist._sharing import Sharing, make_common_memory
 from ps_dist._watchdog import Watchdog
 
-Choose: TypeAlias = "Callable[[TorchCollectives, torch.device], str | None]"
+Choose: TypeAlias = "Callable[[TorchCollectives, torch.device, str], str | None]"
 """See `TorchCollectives.reach`."""
 _SHOWN_BYTES = 120
 """Bytes of a value that differs between ranks, in the message."""
@@ -47,12 +47,15 @@ class Statistics:
     fingerprint: str
     """A hash of all of these, in order; the same on every process."""
     wire_bytes: dict[str, int]
-    """Bytes received, by operation; as many are sent."""
+    """Bytes received, by operation, also those read in shared memory; as many are sent."""
+    network_bytes: dict[str, int]
+    """Those of them that came over sockets: from other computers, where the ranks of each share its memory."""
     transport: str
     """The transport of the data.
 
-    ``shared``: host memory that all processes read. ``gloo``: sockets. ``nccl``: between CUDA devices directly, once
-    such a device is used. ``none``: a single process uses a CUDA device, and nothing is sent.
+    ``shared``: host memory that all processes read. ``gloo``: sockets. ``shared+gloo``: the first within a computer,
+    the second between computers. ``nccl``: between CUDA devices directly, once such a device is used. ``none``: a
+    single process uses a CUDA device, and nothing is sent.
     """
 
 
@@ -99,8 +102,8 @@ class TorchCollectives:
         """All processes, those of other copies included."""
         self.process = mesh.rank
         """This process's rank among all."""
-        self.local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size)), mesh.size)
-        """Processes on this computer, as torchrun says; all of them where it did not start them."""
+        self.local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", sharing.together(mesh.rank))), mesh.size)
+        """Processes on this computer, as torchrun says, or as they found; all processes where they know of none."""
 
     @property
     def mesh(self) -> Mesh:
@@ -131,6 +134,7 @@ class TorchCollectives:
             address = self._answers.address
             self.start(lambda session: found.extend(session.exchange(address, "where questions are answered"))).wait()
             self._answers.know([found[rank] for rank in self._mesh.shard_peers])
+            self._watchdog.has_ended = lambda rank: refuses(found[rank])
         model = self._answers.add(answer)
         return partial(self._answers.ask, model, me=self._mesh.shard)
 
@@ -181,7 +185,8 @@ class TorchCollectives:
     @property
     def host_memory(self) -> Callable[[int], Tensor] | None:
         """Allocates host memory, as bytes, that the other ranks read without a copy; None: there is none."""
-        return self._messages.heap.allocate if isinstance(self._messages, SharedMessages) else None
+        heap = self._messages.heap
+        return None if heap is None else heap.allocate
 
     @property
     def common_memory(self) -> Callable[[int], CommonMemory | None] | None:
@@ -205,14 +210,15 @@ class TorchCollectives:
         """The only CUDA device whose memory this process can use in collectives; None: any."""
         return None if self._nccl is None else self._nccl.device.index
 
-    def reach(self, where: torch.device) -> str | None:
+    def reach(self, where: torch.device, why_by_host: str = "") -> str | None:
         """Decide what memory of this CUDA device travels by, all processes at once; the first decision stays.
 
+        ``why_by_host``: why shared host memory is faster than NCCL, by this process's figures; empty: it is not.
         Returns why it goes through the host's memory, once, where the user did not ask for that. Raises `InvalidInput`
         on all ranks if what the user asked for does not work.
         """
         self._check_open("CUDA")
-        return self._choose(self, where)
+        return self._choose(self, where, why_by_host)
 
     def nccl_messages(self, group: Any, device: torch.device) -> NcclMessages:
         """Make messages of this device's memory; ``group``: NCCL's, or None where one process sends nothing."""
@@ -220,7 +226,7 @@ class TorchCollectives:
 
     def use_nccl(self, nccl: NcclMessages) -> None:
         """Use these messages for the memory of their device from now on."""
-        self._nccl = nccl
+        self._nccl, self._watchdog.abort = nccl, self._groups.abort_nccl
         self._session = CollectiveSession(
             self._thread, self._history, self._messages, self._reduce_scatter, self._mesh, nccl
         )
@@ -303,6 +309,7 @@ class TorchCollectives:
             collectives=last.number,
             fingerprint=last.fingerprint,
             wire_bytes=dict(sorted(self._messages.received_bytes.items())),
+            network_bytes=dict(sorted(self._messages.network_bytes.items())),
             transport=self._messages.name if self._nccl is None else self._nccl.name,
         )
 
@@ -334,10 +341,10 @@ class TorchCollectives:
                 self.all_values([0.0], "leave")
         self._open = False
         self._at_exit.cancel()
-        if self._answers is not None:
-            self._answers.close()
         ended = self._thread.close(waits=waits and not error)
         self._watchdog.close("" if self._thread.error is not None else error)  # after a failure the others know more
+        if self._answers is not None:  # only now: a process that refuses connections is taken to have ended
+            self._answers.close()
         failed = error or self._thread.error is not None or self._thread.failure is not None
         if failed or not ended:
             self._groups.abort_nccl()  # NCCL would wait for what the others never answer

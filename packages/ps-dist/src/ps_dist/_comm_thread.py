@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 
 import torch
 
 from ps_core._errors import RanksDiverged
 from ps_dist._history import HistoryEntry
+from ps_dist._launched import LaunchedCollectives, Mark
 from ps_dist._messages import ConnectionBroken
 from ps_dist._reasons import Failure
 from ps_dist._timeouts import AwakeClock
@@ -68,6 +69,7 @@ class CommThread:
         self._open: dict[Pending, None] = {}
         self._lock = Lock()
         self._current: tuple[HistoryEntry, float] | None = None
+        self._launched = LaunchedCollectives(clock)
         self.error: RanksDiverged | None = None
         """Why nothing runs any more, in the words that all ranks are told."""
         self.failure: Failure | None = None
@@ -90,13 +92,41 @@ class CommThread:
 
     @property
     def current(self) -> tuple[HistoryEntry, float] | None:
-        """The collective that is running, and for how many seconds it has been; None between collectives."""
+        """The collective that waits for other ranks, and for how many seconds it has; None between collectives.
+
+        The device carries out what was launched, in order; this thread does the others.
+        """
+        launched = self._launched.oldest()
+        if launched is not None and launched.begun_at_s is not None:
+            return launched.entry, self.clock() - launched.begun_at_s
         current = self._current
         return None if current is None else (current[0], self.clock() - current[1])
+
+    @property
+    def device_waits(self) -> bool:
+        """True if a device waits for other ranks; connections that break do not tell that one of them has ended."""
+        launched = self._launched.oldest()
+        return launched is not None and launched.begun_at_s is not None
+
+    def reached(self, last: HistoryEntry) -> tuple[int, str]:
+        """Return the number of the latest collective that this process came to, and its words until it is over.
+
+        ``last``: the latest entry of the history. A device may not have come to what was launched on it.
+        """
+        launched = self._launched.oldest()
+        if launched is not None and launched.begun_at_s is None:
+            return launched.entry.number - 1, ""
+        current = self.current
+        return (last.number, "") if current is None else (current[0].number, current[0].what)
 
     def enter(self, entry: HistoryEntry | None) -> None:
         """Set what runs from now on; called by the thread itself."""
         self._current = None if entry is None else (entry, self.clock())
+
+    def note_launch(self, begins: Mark, ends: Mark) -> None:
+        """Note that a device carries out the running collective between these marks; called by the thread itself."""
+        assert self._current is not None, "it was entered"
+        self._launched.add(self._current[0], begins, ends)
 
     def fail(self, error: RanksDiverged) -> None:
         """End every wait, now and later, with this error, unless another one came first."""
@@ -119,7 +149,7 @@ class CommThread:
 
     @torch.no_grad()
     def _run(self) -> None:
-        while (pending := self._queue.get()) is not None:
+        while (pending := self._next()) is not None:
             if pending.done:
                 continue
             self.enter(pending.entry)
@@ -132,6 +162,14 @@ class CommThread:
             with self._lock:
                 self._open.pop(pending, None)
             pending.finish()
+
+    def _next(self) -> Pending | None:
+        """Wait for the next job; None: there are no more."""
+        while True:
+            try:
+                return self._queue.get(timeout=None if self._launched.oldest() is None else _CHECK_S)
+            except Empty:  # the training thread may be waiting for the device, so nobody else checks
+                self.check_wait()
 
 
 def _failure(error: Exception) -> Failure:

@@ -29,7 +29,7 @@ from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages
 from ps_dist._process_groups import NO_DUMP, DefaultGroup, ProcessGroups, in_environment
 from ps_dist._roster import Roster, find_ranks
-from ps_dist._sharing import Sharing, share_memory
+from ps_dist._sharing import Sharing, ranks_by_computer, share_memory
 from ps_dist._timeouts import AwakeClock, Timeouts
 from ps_dist._transport import TransportChoice
 from ps_dist._version import __version__
@@ -66,9 +66,9 @@ def connect(
     ``"gloo"``, through the host's memory. None: NCCL where it works on all ranks, else gloo, and a log
     line says why. That is tried when the first model is put on such devices.
 
-    Processes that all run on one computer share their host memory: each reads what the others have where it lies.
-    ``shared_memory`` False: they send it over sockets, as between computers. True: it is an error if they cannot share
-    it. None: they share it where that works, else a log line says why not.
+    Processes of one computer share their host memory: each reads what the others have where it lies. With several
+    computers, a shard crosses the network once for each. ``shared_memory`` False: all is sent over sockets. True: it is
+    an error if processes cannot share memory. None: they share it where that works, else a log line says why not.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 10**9:
         raise InvalidInput(f"timeout_s: expected a positive number of seconds, found {timeout_s!r}")
@@ -283,10 +283,11 @@ def _connect_all(
     def connect_all() -> None:
         if owned:
             _initialise(found, timeouts)
-        groups, sharing = ProcessGroups(timeouts, _DEFAULT_GROUP, made_default=owned), Sharing(None)
+        computers = ranks_by_computer(found.roster.locations)
+        groups, sharing = ProcessGroups(timeouts, _DEFAULT_GROUP, made_default=owned), Sharing(computers)
         if shares:
-            control, locations = PeerMessages(groups.host, found.rank), found.roster.locations
-            sharing = share_memory(control, locations, found.rank, lambda: thread.error is not None, timeouts.timeout_s)
+            control = PeerMessages(groups.host, found.rank)
+            sharing = share_memory(control, computers, found.rank, lambda: thread.error is not None, timeouts.timeout_s)
         made.append((groups, sharing))
 
     try:

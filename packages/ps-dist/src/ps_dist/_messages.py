@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ps_dist._shared_memory import SharedHeap
+
 Read: TypeAlias = Callable[[slice, Sequence[Tensor]], None]
 """Reads a piece of what came: which elements they are, and those of every sender."""
 _NO_TAG = 0
@@ -42,20 +44,32 @@ class PeerMessages:
 
     name = "gloo"
     """The transport's name in `Statistics`."""
-    needs_room = True
-    """True if what is received needs memory of this process, also where it is only read once."""
+    heap: SharedHeap | None = None
+    """Memory that other ranks of this computer read without a copy; None: there is none."""
 
     def __init__(self, group: Any, rank: int) -> None:
         """``group``: a process group of all ranks (any: torch's stubs do not name its type)."""
         self._group, self._rank = group, rank
         self.received_bytes: Counter[str] = Counter()
         """By operation."""
+        self.network_bytes: Counter[str] = Counter()
+        """Those that came over sockets."""
+
+    def rooms(self, peers: Collection[int]) -> int:
+        """Return from how many of these ranks what comes needs memory of this process, also to be read once."""
+        return len(peers)
 
     def exchange(
         self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> None:
-        """Send and receive pairs of a rank and a buffer; see [Note: sends first]."""
-        pending = []
+        """Send and receive pairs of a rank and a buffer."""
+        self.finish(self.begin(operation, tag, sends, receives))
+
+    def begin(
+        self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> list[tuple[int, Any]]:
+        """Begin to send and to receive; return what `finish` waits for. See [Note: sends first]."""
+        pending: list[tuple[int, Any]] = []
         for peer, buffer in sends:
             if buffer.numel():
                 with _naming(peer):
@@ -65,6 +79,11 @@ class PeerMessages:
                 with _naming(peer):
                     pending.append((peer, dist.irecv(buffer.view(torch.uint8), peer, self._group, tag)))
                 self.received_bytes[operation] += buffer.nbytes
+                self.network_bytes[operation] += buffer.nbytes
+        return pending
+
+    def finish(self, pending: Sequence[tuple[int, Any]]) -> None:
+        """Wait until everything that `begin` began is complete."""
         for peer, work in pending:
             assert work is not None, "this process is one of the group"
             with _naming(peer):
@@ -82,7 +101,7 @@ class PeerMessages:
     ) -> None:
         """Send; receive ``numel`` elements from each peer, and call ``read`` with each piece of them, in order.
 
-        ``room`` is memory of the elements' type, for all of them where `needs_room`.
+        ``room`` is memory of the elements' type, for what comes from as many ranks as `rooms` returns.
         """
         received = room[: len(peers) * numel].view(len(peers), numel)
         self.exchange(operation, tag, sends, list(zip(peers, received, strict=True)))
@@ -117,12 +136,17 @@ class PeerMessages:
         sends = [(peer, shard) for _, peer in others if takers is None or peer in takers]
         receives: list[tuple[int, Tensor]] = []
         if into is not None:
-            rows = into.view(len(peers), -1)
-            mine = rows[peers.index(self._rank)]
-            if mine.data_ptr() != shard.data_ptr():
-                mine.copy_(shard)
+            rows = self._place_own(peers, into, shard)
             receives = [(peer, rows[place]) for place, peer in others]
         self.exchange(operation, tag, sends, receives)
+
+    def _place_own(self, peers: Sequence[int], into: Tensor, shard: Tensor) -> Tensor:
+        """Copy this rank's shard to its place in ``into``; return a row for each of ``peers``."""
+        rows = into.view(len(peers), -1)
+        mine = rows[peers.index(self._rank)]
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
+        return rows
 
 
 @contextmanager

@@ -1,10 +1,17 @@
 """Collectives between CUDA devices by NCCL, without the host's memory.
 
+[Note: planned collectives]
+Where ranks follow a plan, it fixes the order of collectives. One is launched on its stream like a copy. Nothing is said
+before it, and no thread waits after it. NCCL has no tags, so ranks that launch different collectives may exchange
+anything. Each has entered its own in its history, though. The next message in the host's memory carries the fingerprint
+of them all (see [Note: fingerprints]). That is a step's at the latest, before what came changes any weight. A call that
+another rank does not answer occupies the device. The watchdog finds it by two marks on the stream, one before and
+one behind the call. It names the rank as in any other wait, and aborts NCCL.
+
 [Note: confirming first]
-NCCL has no tags, and a call that another process does not answer occupies the device. So before each collective all
-ranks exchange a byte in the host's memory, under the collective's tag: see [Note: fingerprints]. Ranks that do
-something else, have ended or are late are found there. The thread of collectives waits until the device has completed
-one before it says so. So no other thread ever waits for a call that is not answered.
+Other collectives are agreed on as they go. Before each of them all ranks exchange a byte in the host's memory, under
+the collective's tag. Ranks that do something else, have ended or are late are found there. The thread of collectives
+waits until the device has completed one before it says so.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ps_dist._host_staging import StagingCopier
+from ps_dist._launched import Mark
 from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages
 from ps_dist._reduce import OrderedReduceScatter
@@ -76,6 +84,14 @@ class NcclMessages(PeerMessages):
         _gather_all(into.view(torch.uint8), shard.view(torch.uint8), group=self._group)
         self.received_bytes[operation] += shard.nbytes * (len(peers) - 1)
 
+    def mark(self) -> Mark:
+        """Mark the place that PyTorch's current stream has come to."""
+        if self.device.type != "cuda":
+            return _Complete()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
     def confirm_all_ranks(self, tag: int) -> None:
         """Wait until all ranks are about to begin the collective of this tag; see [Note: confirming first]."""
         everyone = self._mesh.everyone
@@ -96,11 +112,23 @@ class NcclMessages(PeerMessages):
 
 
 class DeviceCollectives:
-    """Collectives of a device's memory that are complete when they return."""
+    """Collectives of a device's memory: launched when they return, or complete."""
 
-    def __init__(self, messages: NcclMessages, mesh: Mesh, copier: StagingCopier, enter: Callable[..., int]) -> None:
-        """``enter``: adds the collective to the history, and returns the tag of its messages."""
+    def __init__(
+        self,
+        messages: NcclMessages,
+        mesh: Mesh,
+        copier: StagingCopier,
+        enter: Callable[..., int],
+        note_launch: Callable[[Mark, Mark], None] | None,
+    ) -> None:
+        """``enter``: adds the collective to the history, and returns the tag of its messages.
+
+        ``note_launch``: is told between which marks one was launched; see [Note: planned collectives]. None: ranks
+        confirm each collective, and it is complete when it returns; see [Note: confirming first].
+        """
         self._messages, self._mesh, self._copier, self._enter = messages, mesh, copier, enter
+        self._note_launch = note_launch
 
     def all_gather(self, into: Tensor | None, shard: Tensor, what: str, takers: Collection[int]) -> None:
         """Gather shards as `CollectiveSession.all_gather`."""
@@ -126,10 +154,24 @@ class DeviceCollectives:
 
     @contextmanager
     def _on_stream(self, tag: int, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Iterator[None]:
-        self._messages.confirm_all_ranks(tag)
+        if self._note_launch is None:
+            self._messages.confirm_all_ranks(tag)
+            with self._copier.on_stream(what, reads, writes):
+                yield
+            self._copier.synchronize()
+            return
         with self._copier.on_stream(what, reads, writes):
+            begins = self._messages.mark()
             yield
-        self._copier.synchronize()
+            self._note_launch(begins, self._messages.mark())
+
+
+class _Complete:
+    """A mark in a stream whose work is done at once."""
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
 
 
 def _call(operation: Any, buffer: Tensor, peer: int, group: Any, tag: int) -> dist.P2POp:

@@ -19,8 +19,7 @@ _CUT_NUMEL = 64
 
 
 class _Exchange(Protocol):
-    @property
-    def needs_room(self) -> bool: ...
+    def rooms(self, peers: Collection[int]) -> int: ...
 
     def exchange(
         self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
@@ -48,9 +47,10 @@ class OrderedReduceScatter:
 
     def scratch_bytes(self, numel: int, kind: torch.dtype) -> int:
         """Return the scratch with which shards of ``numel`` elements are summed in one piece."""
-        copies, needs_room = len(self._replicas), self._messages.needs_room
-        across = 4 * numel + 4 * (copies - 1) * -(-numel // copies) * needs_room if copies > 1 else 0
-        return (len(self._shards) - 1) * numel * kind.itemsize * needs_room + across
+        copies, rooms = len(self._replicas), self._messages.rooms
+        others, elsewhere = ({*peers} - {self._rank} for peers in (self._shards, self._replicas))
+        across = 4 * numel + 4 * rooms(elsewhere) * -(-numel // copies) if copies > 1 else 0
+        return rooms(others) * numel * kind.itemsize + across
 
     def piece_numel(self, numel: int, kind: torch.dtype, scratch: Tensor) -> int:
         """Return how many elements of a shard fit into the scratch at a time."""

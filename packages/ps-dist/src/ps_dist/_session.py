@@ -72,10 +72,14 @@ class CollectiveSession:
         tag = self._enter("reduce_scatter", what, into.numel() * self._mesh.shards, kind)
         self._reduce_scatter("reduce_scatter", tag, into, source, scratch, kind=kind, givers=givers)
 
-    def on_device(self, copier: StagingCopier) -> HostStagedCollectives | DeviceCollectives:
-        """Return the collectives of buffers in a device's memory."""
+    def on_device(self, copier: StagingCopier, *, planned: bool = False) -> HostStagedCollectives | DeviceCollectives:
+        """Return the collectives of buffers in a device's memory.
+
+        ``planned``: every rank knows their order beforehand, so nothing need be said before one.
+        """
         if self._nccl is not None:
-            return DeviceCollectives(self._nccl, self._mesh, copier, self._enter)
+            note = self._thread.note_launch if planned else None
+            return DeviceCollectives(self._nccl, self._mesh, copier, self._enter, note)
         return HostStagedCollectives(self._messages, self._reduce_scatter, self._mesh, copier, self._enter)
 
     @property

@@ -22,6 +22,9 @@ _QUESTION, _SIZE = struct.Struct("<16sqqq"), struct.Struct("<q")
 ADDRESS = struct.Struct("<16s48sH")
 """An address as ranks exchange it: a secret, the host, the port."""
 
+_REFUSES_S = 0.2
+"""Seconds in which a computer that runs refuses a connection, if nobody listens there."""
+
 Answer = Callable[[int, int], Tensor | None]
 """Returns the bytes of this rank's shard of a group after so many steps, in host memory; None: not yet."""
 
@@ -89,7 +92,7 @@ class ShardAnswers:
                 line, _ = self._socket.accept()
             except OSError:  # closed
                 return
-            with line, suppress(OSError, EOFError, struct.error, IndexError):  # who asks in vain says so
+            with line, suppress(Exception):  # who asks in vain says so, and others are still answered
                 line.settimeout(self._timeout_s)
                 secret, *question = _QUESTION.unpack(_received(line, _QUESTION.size))
                 shard = self._answered(*question) if secrets.compare_digest(secret, self._secret) else None
@@ -104,6 +107,21 @@ class ShardAnswers:
             if shard is not None:
                 return shard
         return None
+
+
+def refuses(address: bytes) -> bool:
+    """Return True if nobody listens at the address: its process has ended. The kernel answers for one that is stopped.
+
+    False also where that cannot be told.
+    """
+    _, host, port = ADDRESS.unpack(address)
+    try:
+        socket.create_connection((host.rstrip(b"\0").decode(), port), _REFUSES_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _received(line: socket.socket, size: int) -> bytearray:

@@ -38,13 +38,11 @@ class SharedMessages(PeerMessages):
     """One process's messages to the others of its computer. See [Note: who may write when]."""
 
     name = "shared"
-    needs_room = False
 
     def __init__(self, rank: int, heap: SharedHeap, connections: Collection[PeerConnection]) -> None:
         """Use these connections to all other ranks."""
         super().__init__(None, rank)
-        self.heap = heap
-        """Memory that the other ranks read without a copy."""
+        self.heap: SharedHeap = heap
         self._connections = {connection.peer: connection for connection in connections}
         self._staging: Tensor | None = None
         """Memory for one piece; made when it is first needed."""
@@ -56,15 +54,23 @@ class SharedMessages(PeerMessages):
         for file in self._open:
             self._poll.register(file, select.POLLIN)
 
+    def rooms(self, peers: Collection[int]) -> int:
+        """Return 0: what comes is read where its sender has it."""
+        return 0
+
     def exchange(
         self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> None:
-        """Send and receive pairs of a rank and a buffer."""
-        reads = []
+        """Send and receive pairs of a rank and a buffer; several buffers to one rank are of one size and kind."""
+        wanted: dict[int, list[Tensor]] = {}
         for peer, buffer in receives:
             if buffer.numel():
-                reads.append(_Reading([self._connections[peer]], buffer.nbytes, _copier(buffer.view(torch.uint8))))
+                wanted.setdefault(peer, []).append(buffer.view(torch.uint8))
                 self.received_bytes[operation] += buffer.nbytes
+        reads = [
+            _Reading([self._connections[peer]], sum(each.nbytes for each in buffers), _copier(buffers))
+            for peer, buffers in wanted.items()
+        ]
         self._transfer(tag, sends, reads)
 
     def exchange_and_read(
@@ -224,8 +230,12 @@ def _is_over(connection: PeerConnection, message: Message) -> bool:
     return message.read_bytes == message.memory.nbytes and connection.pop()
 
 
-def _copier(buffer: Tensor) -> Callable[[slice, list[Tensor]], None]:
+def _copier(buffers: Sequence[Tensor]) -> Callable[[slice, list[Tensor]], None]:
+    """Return what copies bytes that come into buffers of one size, one after the other."""
+    size = buffers[0].nbytes
+
     def copy(piece: slice, parts: list[Tensor]) -> None:
-        buffer[piece].copy_(parts[0])
+        place, start = divmod(piece.start, size)
+        buffers[place][start : start + parts[0].nbytes].copy_(parts[0])
 
     return copy

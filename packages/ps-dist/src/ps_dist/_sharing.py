@@ -6,7 +6,7 @@ Each rank tries, and tells the others how it went, by gloo. So no rank uses shar
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ps_dist._computers import ComputersMessages
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
 from ps_dist._peer_connections import PeerConnection, PeerListener
@@ -25,7 +26,7 @@ _ADDRESS_BYTES, _SHOWN_BYTES = 16, 200
 """Bytes that a rank tells the others: where it listens, and why it cannot."""
 _TAG = 0
 """Of messages before the first collective."""
-_SEVERAL_COMPUTERS = "the ranks do not all run on one computer"
+_NONE_TOGETHER = "no two ranks are known to run on one computer"
 _MOST_CONNECT_S = 30.0
 """Seconds in which all ranks connect, if they do: all are there. Or half of the timeout, if that is less."""
 _ERRORS = (OSError, AttributeError, ValueError, MemoryError)
@@ -36,35 +37,61 @@ _ERRORS = (OSError, AttributeError, ValueError, MemoryError)
 class Sharing:
     """What all ranks decided."""
 
-    messages: SharedMessages | None
-    """Messages through shared memory; None: there are none."""
+    computers: Sequence[tuple[int, ...]]
+    """The ranks of each computer."""
+    messages: SharedMessages | ComputersMessages | None = None
+    """Messages through shared memory, at least between ranks of one computer; None: there are none."""
     why_not: str = ""
     """Why there are none, where they were wanted and would have been of use."""
 
+    def together(self, rank: int) -> int:
+        """Return how many ranks run on a rank's computer; all, if no two are known to run on one."""
+        ranks = sum(map(len, self.computers))
+        if len(self.computers) == ranks:
+            return ranks
+        return next(len(computer) for computer in self.computers if rank in computer)
+
 
 def share_memory(
-    control: PeerMessages, locations: Mapping[int, Location], rank: int, give_up: Callable[[], bool], timeout_s: float
+    control: PeerMessages,
+    computers: Sequence[tuple[int, ...]],
+    rank: int,
+    give_up: Callable[[], bool],
+    timeout_s: float,
 ) -> Sharing:
-    """Connect all ranks through shared memory, if all of them run on one computer where it works.
+    """Connect the ranks of each computer through shared memory, if it works on all computers.
 
-    ``control``: messages of all ranks. ``give_up`` returns True once waiting for another rank is in vain.
+    ``control``: messages of all ranks; those to other computers go on by it. ``give_up`` returns True once waiting for
+    another rank is in vain.
     """
-    if len(locations) == 1:
-        return Sharing(None)
-    if len({location.machine for location in locations.values()} | {""}) != 2:
-        return Sharing(None, _SEVERAL_COMPUTERS)
+    ranks = sum(map(len, computers))
+    if ranks == 1:
+        return Sharing(computers)
+    if len(computers) == ranks:
+        return Sharing(computers, why_not=_NONE_TOGETHER)
+    here = next(computer for computer in computers if rank in computer)
 
     def tell(error: str, address: bytes = b"") -> list[tuple[str, bytes]]:
-        return _tell(control, rank, len(locations), error, address)
+        return _tell(control, rank, ranks, error, address)
 
-    heap, connections, why_not = _connect(tell, SharedHeap, map_heap, rank, len(locations), give_up, timeout_s)
+    heap, connections, why_not = _connect(tell, SharedHeap, map_heap, rank, here, give_up, timeout_s)
     if heap is not None:
         heap.close_file()
     if why_not or heap is None:
         for connection in connections:
             connection.close()
-        return Sharing(None, why_not)
-    return Sharing(SharedMessages(rank, heap, connections))
+        return Sharing(computers, why_not=why_not)
+    shared = SharedMessages(rank, heap, connections)
+    return Sharing(computers, shared if len(computers) == 1 else ComputersMessages(rank, computers, shared, control))
+
+
+def ranks_by_computer(locations: Mapping[int, Location]) -> list[tuple[int, ...]]:
+    """Return the ranks of each computer; a rank whose computer is not known has one of its own."""
+    found: dict[object, tuple[int, ...]] = {}
+    for rank, location in sorted(locations.items()):
+        computer = location.machine or rank
+        found[computer] = (*found.get(computer, ()), rank)
+    return list(found.values())
 
 
 def make_common_memory(
@@ -89,7 +116,7 @@ def make_common_memory(
         return [_row(row) for row in exchange(_text(error, address))]
 
     heap, connections, why_not = _connect(
-        tell, partial(SharedHeap, size_bytes), keep_file, rank, ranks, give_up, timeout_s
+        tell, partial(SharedHeap, size_bytes), keep_file, rank, range(ranks), give_up, timeout_s
     )
     for connection in connections:
         connection.close()
@@ -111,21 +138,21 @@ def _connect(
     make_heap: Callable[[], SharedHeap],
     take_file: Callable[[int, int], Tensor],
     rank: int,
-    ranks: int,
+    ranks: Collection[int],
     give_up: Callable[[], bool],
     timeout_s: float,
 ) -> tuple[SharedHeap | None, list[PeerConnection], str]:
-    """Make a heap and pass its file to all other ranks; return the heap, the connections, and why some rank failed."""
+    """Make a heap and pass its file to the other ranks; return the heap, the connections, and why some rank failed."""
     heap, listener, connections, error = None, None, list[PeerConnection](), ""
     try:
         heap = make_heap()
-        listener = PeerListener(heap, rank, ranks, take_file)
+        listener = PeerListener(heap, rank, len(ranks), take_file)
     except _ERRORS as failed:
         error = describe(failed)
     rows = tell(error, b"" if listener is None else listener.address)
     why_not = _first_error(rows)
     if not why_not and listener is not None:
-        addresses = {peer: address for peer, (_, address) in enumerate(rows) if peer != rank}
+        addresses = {peer: rows[peer][1] for peer in ranks if peer != rank}
         try:
             connections = listener.connect(addresses, give_up, min(timeout_s / 2, _MOST_CONNECT_S))
         except _ERRORS as failed:

@@ -29,6 +29,7 @@ from ps_dist._nccl import NcclMessages
 from ps_dist._roster import FAILED_ELSEWHERE, failed_ranks, name_ranks
 from ps_dist._session import CollectiveSession
 
+_BY_HOST = "what processes send from CUDA devices goes by way of the host's memory"
 _SHOWN_BYTES = 320
 """Bytes of the error message of a rank."""
 
@@ -51,21 +52,27 @@ class TransportChoice:
         self._transport, self._groups, self._store, self._deadline_s = transport, groups, store, deadline_s
         self._open = transport != "gloo"
 
-    def __call__(self, joined: TorchCollectives, device: torch.device) -> str | None:
-        """Decide on the first call; return why the slower way is taken, where the user did not ask for it."""
+    def __call__(self, joined: TorchCollectives, device: torch.device, why_by_host: str = "") -> str | None:
+        """Decide on the first call; return why it is host memory, where the user did not ask for it.
+
+        ``why_by_host``: why shared host memory is faster than NCCL, by this process's figures; empty: it is not.
+        """
         if not self._open:
             return None
         self._open = False
         if self._transport is None and joined.mesh.size == 1:  # see [Note: one process]
             joined.use_nccl(joined.nccl_messages(None, device))
             return None
-        rows = joined.all_values(own_card(device), "which process has which card")
-        why = why_not_nccl(rows) or self._try(joined, device)
+        faster = bool(why_by_host) and self._transport is None and joined.host_memory is not None
+        rows = joined.all_values([*own_card(device), float(faster)], "which process has which card")
+        if all(by_host for *_, by_host in rows):
+            return f"{_BY_HOST}: {why_by_host}"
+        why = why_not_nccl([card for *card, _ in rows]) or self._try(joined, device)
         if why is None:
             return None
         if self._transport == "nccl":
             raise InvalidInput(f"transport='nccl': {why}; or leave transport out")
-        return f"what processes send from CUDA devices goes by way of the host's memory: {why}"
+        return f"{_BY_HOST}: {why}"
 
     def _try(self, joined: TorchCollectives, device: torch.device) -> str | None:
         """Use NCCL if it works on all ranks; else return why not, the same text on each. See [Note: a trial]."""

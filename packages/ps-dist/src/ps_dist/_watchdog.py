@@ -15,7 +15,7 @@ with its process. Whoever leaves because the store ended stays for two looks: th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from threading import Event, Thread
 from time import sleep
@@ -29,6 +29,9 @@ from ps_dist._reasons import Names, PeerState, Reason, Wait, reason_to_stop
 from ps_dist._timeouts import Timeouts
 
 _ALARM, _MESSAGE, _READERS = "alarm", "exit message", "readers"
+
+_MOST_ASKED = 4
+"""Silent ranks whose computers are asked in one look."""
 
 
 class Watchdog:
@@ -62,6 +65,10 @@ class Watchdog:
         self._unreachable: frozenset[int] = frozenset()
         self._has_read = False
         self._own_error = ""
+        self.has_ended: Callable[[int], bool] = _unknown
+        """Asks a rank's computer whether the rank's process has ended; False: it is not known."""
+        self.abort: Callable[[], object] = str
+        """Ends what devices wait for in vain; called once a wait has failed."""
         thread.check_wait = self._check_wait
         self._thread = Thread(target=self._run, name="ps_dist watchdog", daemon=True)
         self._thread.start()
@@ -134,7 +141,7 @@ class Watchdog:
             waited_s=0.0 if current is None else current[1],
             tail=self._history.tail(),
             peers=peers,
-            ended=self._local.ended(),
+            ended=self._local.ended() | self._refusing(peers),
             failure=failure,
             failed_s=0.0 if self._failed_at_s is None else now_s - self._failed_at_s,
             heard=self._heard,
@@ -143,21 +150,28 @@ class Watchdog:
             ended_before_store=self._ended_before_store,
         )
 
+    def _refusing(self, peers: Mapping[int, PeerState]) -> frozenset[int]:
+        """Return silent ranks that have ended. While a device waits for them, no connection of this rank breaks."""
+        if not self._comm.device_waits:
+            return frozenset()
+        silent = [rank for rank, peer in peers.items() if peer.silent_s > self._timeouts.long_s and not peer.left]
+        return frozenset(filter(self.has_ended, silent[:_MOST_ASKED]))
+
     def _fail(self, text: str) -> None:
         current = self._comm.current
         doing = "nothing" if current is None else f"number {current[0].number}, {current[0].what},"
         where = f"rank {self._rank} of {self._ranks}"
         self._comm.fail(RanksDiverged(f"{where}: {doing} cannot end: {text}"))
+        self.abort()
 
     # What ranks tell each other.
 
     def _publish(self, *, left: bool = False) -> None:
         self._writes += 1
-        current = self._comm.current
-        entry = self._history.last if current is None else current[0]
+        number, doing = self._comm.reached(self._history.last)
         state = {
-            "number": entry.number,
-            "doing": "" if current is None else entry.what,
+            "number": number,
+            "doing": doing,
             "tail": self._history.tail(),
             "left": left,
         }
@@ -226,3 +240,7 @@ class Watchdog:
         silent_s = self._store_silent_s()
         if self._comm.error is None and (silent_s or not self._thread.is_alive()):
             self._judge_alone(store_silent_s=silent_s)
+
+
+def _unknown(rank: int) -> bool:
+    return False

@@ -102,10 +102,14 @@ class CudaBackend:
         columns = torch.tensor(table, dtype=torch.int64, device="cpu").to(
             like.device
         )  # waits, so that any stream may read it
+        readers = set[torch.cuda.Stream]()
 
         def copy(_keep: Batch = batch) -> None:
             if like.is_cuda:
-                columns.record_stream(torch.cuda.current_stream(like.device))
+                stream = torch.cuda.current_stream(like.device)
+                if stream not in readers:  # once is enough: it counts when the table is freed
+                    readers.add(stream)
+                    columns.record_stream(stream)
             if tiles:
                 self._copy(columns, tiles, like)
 
@@ -193,7 +197,7 @@ def split(numel: int, tensors: Sequence[Tensor]) -> tuple[int, int]:
 
 
 def _on_device(table: list[list[int]], like: Tensor) -> Tensor:
-    """A table where a kernel reads it; the host waits for nothing."""
+    """Return a table where a kernel reads it; the host waits for nothing."""
     columns = torch.tensor(table, dtype=torch.int64, device="cpu")
     return columns.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else columns
 

@@ -6,9 +6,9 @@ import argparse
 from typing import Any, NoReturn
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import STATES, Precision
 from ps_core._name_suggestions import did_you_mean
 from ps_core._planner.eviction_policy import Policy
-from ps_core._program import STATES, Precision
 from ps_core._simulate.cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RESERVE_PER_RANK_BYTES
 from ps_core._units import parse_bytes
 from ps_core._version import __version__
@@ -86,6 +86,8 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     add("--machine", metavar="NAME|FILE", help=kinds)
     add("--gpus", type=_count, metavar="N", help="GPUs in all (default: those found here, else one a node)")
     add("--nodes", type=_count, default=1, metavar="N", help="nodes they are spread over (default: 1)")
+    copies = "copies of the model, each over equally many of the GPUs, as connect(replicate=N) has them (default: 1)"
+    add("--replicate", type=_count, default=1, metavar="N", help=copies)
     found = "(default: what is found here, else the machine's)"
     add("--device-memory", type=_size, metavar="SIZE", help=f"of each GPU, 0: no GPU {found}")
     add("--host-memory", type=_size, metavar="SIZE", help=f"of a node {found}")

@@ -15,12 +15,13 @@ from typing import TypeAlias
 
 from ps_core._command.tables import HostTable
 from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._extents import Precision
 from ps_core._layout import lay_out
 from ps_core._plan import Tier
 from ps_core._planner.bounds import ALL_TIERS, Need, largest_extent_bytes, lower_bounds
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.search import Planned, Search, Setup
-from ps_core._program import Precision, Program
+from ps_core._program import Program
 from ps_core._simulate.clock import Prediction
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import Machine
@@ -107,7 +108,8 @@ class Training:
     def setup(self) -> Setup:
         """Return the setup of the training for the planner."""
         return Setup(
-            ranks=self.cluster.gpus,
+            ranks=self.cluster.gpus // self.cluster.copies,
+            copies=self.cluster.copies,
             ranks_per_node=self.cluster.ranks_per_node,
             precision=self.precision,
             accumulate=self.accumulate,
@@ -350,6 +352,7 @@ def _bound_program(subject: Subject, training: Training) -> Program:
         accumulate=setup.accumulate,
         nonmodel_overhead=setup.nonmodel_overhead,
         states=setup.states,
+        copies=setup.copies,
     )
 
 

@@ -140,7 +140,7 @@ class _Hunt:
         """
         one, two = self._shape(hidden, 1).parameters, self._shape(hidden, 2).parameters
         cluster = self._training.cluster
-        room = sum(tier.capacity_bytes for tier in cluster.tiers()) * cluster.gpus
+        room = sum(tier.capacity_bytes for tier in cluster.tiers()) * cluster.gpus // cluster.copies
         most = min(_MOST_LAYERS, room // (_LEAST_BYTES * (two - one)))
         good, bad, stride = 0, most + 1, 1
         probe = max(1, min(most, self._expected_layers(hidden)))

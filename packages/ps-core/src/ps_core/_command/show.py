@@ -9,15 +9,11 @@ from ps_core._command.forecast import Forecast, Subject, Training
 from ps_core._command.largest_model import Largest
 from ps_core._errors import DoesNotFit
 from ps_core._simulate.clock import Prediction
+from ps_core._simulate.transport import transport
 from ps_core._trace import Trace
 from ps_core._units import format_bytes, format_count
 
 Document = dict[str, object]
-SEVERAL_WITH_DISK = (
-    "several processes with a disk do not follow this plan: they agree on collectives as they run, and move what there "
-    "is room for to the GPU after the first steps, so memory and time will differ"
-)
-"""Of a plan for several GPUs and a disk; docs/distributed.md has the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ def fits_document(case: Case, found: Forecast, advice: Sequence[str]) -> Documen
         "resident_groups": _resident(found),
         "padding_bytes": _padding_bytes(found),
         "host_table_bytes": found.table.held_bytes if found.table is not None else 0,
-        "notes": list(_notes(found)),
+        "notes": list(found.planned.plan.notes),
         "predicted": True,
         **_setting(case),
     }
@@ -117,6 +113,7 @@ def _setting(case: Case) -> Document:
         "machine": training.machine.name,
         "gpus": cluster.gpus,
         "nodes": cluster.nodes,
+        "replicate": cluster.copies,
         "batch": training.batch,
         "seq": training.seq,
         "accumulate": training.accumulate,
@@ -146,12 +143,6 @@ def _padding_bytes(found: Forecast) -> int:
     return homes * layout.ranks * layout.padding_numel // max(1, layout.padded_numel)
 
 
-def _notes(found: Forecast) -> tuple[str, ...]:
-    """Return notes for the plan's reader, the most important first."""
-    notes, has_disk = found.planned.plan.notes, any(tier.name == "disk" for tier in found.tiers)
-    return (SEVERAL_WITH_DISK, *notes) if found.training.cluster.gpus > 1 and has_disk else notes
-
-
 # ---------------------------------------------------------------- for people
 
 
@@ -168,6 +159,10 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
         )
     lines += ["", "  moved each step, each process"]
     lines += [f"  {name:<20}{format_bytes(count):>12}" for name, count in told.moved_bytes.items()]
+    cluster = found.training.cluster
+    if cluster.gpus > 1 and cluster.device_memory:
+        way = transport(found.training.machine, ranks=cluster.gpus, ranks_per_node=cluster.ranks_per_node)
+        lines.append(f"  wire by               {way.why}")
     lines += [
         "",
         f"  {'step':<20}{_seconds(told.step_time_s):>12}  forward {_seconds(told.forward_s)}, backward "
@@ -186,7 +181,7 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
     if found.table is not None:
         held = format_bytes(found.table.held_bytes)
         lines.append(f"  {'token table':<20}{held:>12}  of host for good, states and gradient included")
-    lines += _bullets("note", _notes(found))
+    lines += _bullets("note", found.planned.plan.notes)
     lines += _bullets("advice", advice)
     return "\n".join(lines) + "\n"
 
@@ -244,6 +239,7 @@ def _heading(case: Case) -> list[str]:
     training, cluster = case.training, case.training.cluster
     kind = ("GPU", "GPUs") if cluster.device_memory else ("process without GPU", "processes without GPU")
     where = f"{cluster.gpus} {kind[cluster.gpus > 1]}" + (f" in {cluster.nodes} nodes" if cluster.nodes > 1 else "")
+    where += f", {cluster.copies} copies" if cluster.copies > 1 else ""
     work = f"batch {training.batch} x {training.seq}"
     if isinstance(case.subject, Trace):
         work = f"{case.subject.tokens:,} tokens"

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ps_core._program import Extent
+from ps_core._extents import Extent
 
 NEVER_FREED = -1
 EMPTY = float("-inf")

@@ -9,11 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ps_core._address_ranges import Span, lowest
 from ps_core._errors import DoesNotFit
+from ps_core._extents import Extent, SegmentName
 from ps_core._plan import Copy, Held, Instr, Op, Queue, Release, Reserve, Shift, Tier, link, worker
 from ps_core._planner.bounds import largest_extent_bytes
-from ps_core._planner.held_slots import Holds, Span, lowest
-from ps_core._program import Extent, Program, SegmentName
+from ps_core._planner.held_slots import Holds
+from ps_core._program import Program
 
 
 class Victims(StrEnum):
@@ -62,7 +64,7 @@ class Arrangement:
         self.holds = Holds(program, name)
         self.fixed: frozenset[Extent] = frozenset()
         """Pinned extents that must not be moved within their tier either: their memory is still referenced."""
-        self.tide_bytes = 0
+        self.nonmodel_bytes = 0
         self.now = -1
         self.place = "between segments"
         self.slack = largest_extent_bytes(program)
@@ -86,7 +88,7 @@ class Arrangement:
 
     def limit(self, tier: int) -> int:
         """Return the address where a tier's range for extents ends."""
-        return (self.tiers[tier].capacity_bytes - (self.tide_bytes if tier == 0 else 0)) & -128
+        return (self.tiers[tier].capacity_bytes - (self.nonmodel_bytes if tier == 0 else 0)) & -128
 
     def sitting(self, tier: int) -> list[tuple[Extent, Seat]]:
         """Return the extents on a tier, by address."""
@@ -283,7 +285,7 @@ class Arrangement:
 
     def return_home(self) -> None:
         """Undo every move, last first."""
-        self.tide_bytes = 0
+        self.nonmodel_bytes = 0
         log, self._log = self._log, []
         for extent, tier, offset in reversed(log):
             if self.seats[extent].tier == tier:

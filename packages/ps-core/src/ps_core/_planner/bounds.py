@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ps_core._errors import DoesNotFit
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import Tier
-from ps_core._program import Extent, Kind, Program, SegmentName, Visit
+from ps_core._program import Program, Visit
 
 ALL_TIERS = "all tiers together"
 """The name of all tiers together in `DoesNotFit`."""
@@ -75,11 +76,11 @@ def largest_extent_bytes(program: Program) -> int:
     """Return the bytes of the largest extent the program has."""
     groups = range(len(program.layout.groups))
     sizes = [program.bytes_of(Extent(kind, group)) for group in groups for kind in program.home_kinds(group)]
-    if program.ranks > 1:
+    if program.sharded:
         sizes += [program.bytes_of(Extent(Kind.FULL, group)) for group in groups]
     if program.training:
         sizes += [program.bytes_of(Extent(Kind.ACT, index)) for index in range(len(program.trace.activations))]
-        sizes += [program.bytes_of(Extent(Kind.GRAD, group)) for group in program.stepped if not program.overwrites]
+        sizes += [program.bytes_of(Extent(Kind.GRAD, group)) for group in _accumulated(program)]
     return max(sizes, default=0)
 
 
@@ -93,10 +94,14 @@ def _update_bytes(program: Program) -> int:
     """Return what a step, an accumulation or the rebuilding of a weight needs on one tier."""
     together = [(group, program.home_kinds(group)) for group in program.stepped]
     together += [(group, (Kind.P32, Kind.P16)) for group in program.casts(SegmentName.PROLOGUE)]
-    if not program.overwrites:
-        together += [(group, (Kind.ACC, program.local_gradient)) for group in program.stepped]
+    together += [(group, (Kind.ACC, program.local_gradient)) for group in _accumulated(program)]
     sizes = (sum(program.bytes_of(Extent(kind, group)) for kind in kinds) for group, kinds in together)
     return max(sizes, default=0)
+
+
+def _accumulated(program: Program) -> list[int]:
+    """Return the groups whose gradients are summed in fp32."""
+    return [group for group in program.stepped if not program.overwritten(group)]
 
 
 def _peaks(program: Program) -> tuple[tuple[str, int], tuple[str, int]]:
@@ -121,19 +126,20 @@ def _alive(program: Program, segment: SegmentName) -> Iterator[tuple[Visit, set[
     partial: set[Extent] = set()
     for visit in program.segment_visits(segment):
         stored_bytes += sum(program.bytes_of(Extent(Kind.ACT, index)) for index in visit.makes)
-        if program.ranks > 1 or not program.overwrites:
-            partial |= {Extent(program.gradient, group) for group in visit.grads}
+        apart = [group for group in visit.grads if program.sharded or not program.overwritten(group)]
+        partial |= {Extent(program.gradient_of(group), group) for group in apart}
         uses = {use.extent for use in program.uses(segment, visit)}
         homeless = partial | {extent for extent in uses if extent.kind is Kind.FULL}
         complete = program.completions[visit.index] if program.training else ()
-        scratch = set()
-        if program.ranks > 1 and complete:
+        scratch, landing = set[Extent](), set[Extent]()
+        if program.sharded and complete:
             largest = max(complete, key=lambda group: program.layout.groups[group].shard_numel)
             scratch |= {Extent(Kind.WIRE, largest)}
-            scratch |= set() if program.overwrites else {Extent(Kind.RGRAD, largest)}
+            overwritten = program.overwritten(largest)
+            scratch |= set() if overwritten else {Extent(Kind.RGRAD, largest)}
+            landing = {Extent(program.weight_of(largest), largest)} if overwritten else set()
         fixed = homeless | scratch
-        landing = {Extent(program.weight, largest)} if scratch and program.overwrites else set()
         yield visit, fixed | landing, stored_bytes + sum(map(program.bytes_of, fixed - landing))
-        partial -= {Extent(program.gradient, group) for group in complete}
+        partial -= {Extent(program.gradient_of(group), group) for group in complete}
         dead = (index for index in visit.takes if program.last_takes[index] == visit.index)
         stored_bytes -= sum(program.bytes_of(Extent(Kind.ACT, index)) for index in dead)

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ps_core._program import Extent, Program, SegmentName
-
-Span = tuple[int, int]
-"""Addresses, from and up to."""
+from ps_core._address_ranges import Span, lowest
+from ps_core._extents import Extent, SegmentName
+from ps_core._program import Program
 
 
 class Holds:
@@ -40,15 +39,6 @@ class Holds:
         while extent in self.into(moment):
             moment += 1
         return moment
-
-
-def lowest(spans: Iterable[Span], size: int, start: int = 0) -> int:
-    """Return the lowest address from ``start`` on with ``size`` bytes behind it outside of the sorted spans."""
-    for begin, end in spans:
-        if begin >= start + size:
-            break
-        start = max(start, end)
-    return start
 
 
 def gap_bytes(program: Program) -> int:

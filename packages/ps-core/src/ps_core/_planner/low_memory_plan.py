@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ps_core._errors import DoesNotFit
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -31,7 +32,7 @@ from ps_core._plan import (
     worker,
 )
 from ps_core._planner.arrangement import Arrangement, Victims, failure
-from ps_core._program import Extent, Kind, Program, SegmentName, Visit
+from ps_core._program import Program, Visit
 
 
 def tight_plan(program: Program, tiers: tuple[Tier, ...], check: Callable[[Plan], None] | None = None) -> Plan:
@@ -98,7 +99,7 @@ class _Chain(Arrangement):
         if self.segment is SegmentName.MICRO_LAST:
             self.emit(Queue.COLL, Decide(self._next()))
         if self.segment is SegmentName.STEP:
-            self.tide_bytes = 0
+            self.nonmodel_bytes = 0
             for group in self.program.stepped:
                 self._step(group)
         for group in self.program.casts(self.segment):
@@ -113,7 +114,7 @@ class _Chain(Arrangement):
     def _moment(self, visit: Visit) -> None:
         uses = self.program.uses(self.segment, visit)
         self.pins = {use.extent for use in uses if self._here(use.extent)} | self._half_way()
-        self.tide_bytes = visit.nonmodel_bytes
+        self.nonmodel_bytes = visit.nonmodel_bytes
         self.clear(0, 0)
         before = {use.extent: use.before for use in uses}
         for extent in self.holds.starting(visit.index):
@@ -145,7 +146,7 @@ class _Chain(Arrangement):
         if extent in self.homed:
             self.fetch(extent, 0)
         elif extent.kind is Kind.FULL and extent not in self.seats and before is not None:
-            weight = Extent(self.program.weight, extent.index)
+            weight = Extent(self.program.weight_of(extent.index), extent.index)
             self.fetch(weight, 0)
             full = self.bear(extent, Queue.COLL)
             shard = self.seats[weight].slot
@@ -168,11 +169,12 @@ class _Chain(Arrangement):
     def _complete(self, group: int) -> None:
         program = self.program
         count = len(program.gradient_visits[group])
-        target = Extent(program.weight if program.overwrites else program.local_gradient, group)
-        if program.ranks > 1:
-            source, wire = Extent(program.gradient, group), Extent(Kind.WIRE, group)
+        overwritten = program.overwritten(group)
+        target = Extent(program.weight_of(group) if overwritten else program.local_gradient, group)
+        if program.sharded:
+            source, wire = Extent(program.gradient_of(group), group), Extent(Kind.WIRE, group)
             self.pins |= {source}
-            if program.overwrites:
+            if overwritten:
                 self.fetch(target, 0)
             else:
                 self.bear(target, Queue.COLL)
@@ -182,7 +184,7 @@ class _Chain(Arrangement):
             self.versions[target] = count
             self.bury(source)
             self.bury(wire)
-        if program.overwrites:
+        if overwritten:
             self.emit(worker(self.tiers, 0), Norm(group, self.fetch(target, 0)))
             self.pins.discard(target)
         else:

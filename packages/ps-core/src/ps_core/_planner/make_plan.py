@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -21,7 +22,7 @@ from ps_core._plan import (
 from ps_core._planner.placement import work_tier
 from ps_core._planner.segment_walker import Walker, assemble
 from ps_core._planner.tier_division import Frame, NoRoom
-from ps_core._program import Extent, Kind, Program, SegmentName, Visit
+from ps_core._program import Program, Visit
 
 
 def make_plan(frame: Frame, only: Iterable[SegmentName] | None = None) -> Plan:
@@ -44,7 +45,8 @@ def _next_uses(program: Program, name: SegmentName) -> dict[Extent, Sequence[int
         for use in program.uses(name, visit):
             uses.setdefault(use.extent, []).append(visit.index)
             if use.extent.kind is Kind.FULL:
-                uses.setdefault(Extent(program.weight, use.extent.index), []).append(visit.index)
+                weight = Extent(program.weight_of(use.extent.index), use.extent.index)
+                uses.setdefault(weight, []).append(visit.index)
     return dict(uses)
 
 
@@ -86,7 +88,9 @@ class _Moments(Walker):
 
     def _meant(self, extent: Extent) -> tuple[Extent, ...]:
         """Return the extents used with this one: a gathered group's shard counts too."""
-        return (extent, Extent(self.program.weight, extent.index)) if extent.kind is Kind.FULL else (extent,)
+        if extent.kind is not Kind.FULL:
+            return (extent,)
+        return extent, Extent(self.program.weight_of(extent.index), extent.index)
 
     def _run(self, visit: Visit) -> list[tuple[Extent, int]]:
         slots, written = [], []
@@ -120,7 +124,7 @@ class _Moments(Walker):
         """Return the slot of the extent on the compute tier; gather it if it is a gathered group."""
         if extent.kind is not Kind.FULL or 0 in self.holding(extent):
             return self.at(extent, 0)
-        weight = Extent(self.program.weight, extent.index)
+        weight = Extent(self.program.weight_of(extent.index), extent.index)
         shard = self.at(weight, 0)
         with self.pinned([(weight, 0)]):
             full = self.room(extent, 0, Queue.COLL)
@@ -156,19 +160,19 @@ class _Moments(Walker):
 
     def _complete(self, group: int) -> None:
         program = self.program
-        if program.overwrites:
-            weight = Extent(program.weight, group)
-            if program.ranks > 1:
-                self._reduce(group, Extent(program.gradient, group), weight)
+        if program.overwritten(group):
+            weight = Extent(program.weight_of(group), group)
+            if program.sharded:
+                self._reduce(group, Extent(program.gradient_of(group), group), weight)
             self._norms.append((group, self.slot(weight, 0)))
-            if program.ranks == 1:
+            if not program.sharded:
                 self._measure()
             self.bring_home(weight)
             for tier in self.residents[weight]:
                 self.abandon(weight, tier)
             return
         gradient = Extent(program.local_gradient, group)
-        if program.ranks > 1:
+        if program.sharded:
             self._reduce(group, Extent(Kind.GRAD, group), gradient)
         self._accumulate(group, gradient)
 
@@ -244,7 +248,7 @@ class _Updates(Walker):
         extents = [Extent(kind, group) for kind in program.home_kinds(group)]
         slots = []
         for extent in extents:
-            born = extent.kind is Kind.P16 and not program.overwrites
+            born = extent.kind is Kind.P16 and not program.overwritten(group)
             slots.append(self.room(extent, tier, queue) if born else self.at(extent, tier))
             self.pin((extent, tier))
         read = [slot for extent, slot in zip(extents, slots, strict=True) if extent.kind is Kind.ACC]

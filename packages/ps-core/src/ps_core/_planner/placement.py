@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ps_core._extents import Extent, Kind
 from ps_core._plan import Held, Tier
-from ps_core._program import Extent, Kind, Program
+from ps_core._program import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from ps_core._layout import Layout
 from ps_core._plan import Tier
 from ps_core._planner.placement import Placement
 from ps_core._planner.search import Planned, Setup, find_plan, plan_with
+from ps_core._program import Kind
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
 
@@ -46,7 +47,8 @@ def _choice(text: str, groups: int, tiers: int) -> Placement | None:
     if data.get("tight"):
         return None
     weights, states = (_tiers(data.get(name), groups, range(tiers)) for name in ("weights", "states"))
-    return Placement(weights=weights, states=states, steps=_tiers(data.get("steps"), groups, range(-1, tiers)))
+    steps = _tiers(data.get("steps"), groups, range(-1, tiers))
+    return Placement(weights=weights, states=states, steps=steps, weight=Kind(data.get("weight", Kind.P16)))
 
 
 def _tiers(row: Any, groups: int, allowed: range) -> tuple[int, ...]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ps_core._extents import Extent, SegmentName
 from ps_core._plan import Queue, Tier
 from ps_core._planner.bounds import lower_bounds
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.make_plan import make_segment
 from ps_core._planner.placement import Placement, above_disk, filled, halves
 from ps_core._planner.tier_division import Frame, NoRoom, make_frame
-from ps_core._program import Extent, Program, SegmentName
+from ps_core._program import Program
 from ps_core._simulate.engine_timing import Issuing, Priced
 from ps_core._simulate.machine import Machine
 
@@ -117,7 +118,7 @@ class Scorer:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """Bytes of each group, or half, that may be resident."""
+        """Return the bytes of each group, or half, that may be resident."""
         if self._next_is_disk:
             return [row[2] for row in halves(self.program)]
         return [self._bytes(group) for group in range(len(self.program.layout.groups))]
@@ -130,7 +131,7 @@ class Scorer:
 
     @cached_property
     def limits(self) -> tuple[int, int]:
-        """The fewest groups (or halves) that must, and the most that can, be resident, as far as home alone tells."""
+        """Return the fewest groups (or halves) that must, and the most that can, be resident, by home slots alone."""
         sizes = self._sizes
         if len(self.tiers) == 1:
             return len(sizes), len(sizes)

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import accumulate
 
 from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._extents import Precision
 from ps_core._layout import Layout, lay_out, units
 from ps_core._plan import Plan, Tier, check_tiers
 from ps_core._planner.bounds import check_fits, largest_extent_bytes
@@ -21,7 +22,7 @@ from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import Placement
 from ps_core._planner.scores import Found, Scorer, beats
 from ps_core._planner.tier_division import NoRoom, make_frame
-from ps_core._program import Precision, Program
+from ps_core._program import Program
 from ps_core._simulate.clock import Prediction, simulate
 from ps_core._simulate.engine_timing import Issuing
 from ps_core._simulate.machine import Machine
@@ -40,6 +41,9 @@ class Setup:
     """Say how a trace is to be trained: what `find_plan` may not change."""
 
     ranks: int = 1
+    """Processes that divide one copy of the model."""
+    copies: int = 1
+    """Copies of the model that train together."""
     ranks_per_node: int | None = None
     """Processes of a node; None: all."""
     precision: Precision = Precision.BF16
@@ -59,9 +63,11 @@ class Setup:
     def __post_init__(self) -> None:
         if not isinstance(self.precision, Precision) or not isinstance(self.policy, Policy):
             raise InvalidInput(f"precision and policy are enums, found {self.precision!r} and {self.policy!r}")
-        if not isinstance(self.ranks, int) or not 0 <= self.nonmodel_overhead <= 10:
-            found = f"{self.ranks!r} and {self.nonmodel_overhead!r}"
-            raise InvalidInput(f"ranks is a whole number, nonmodel_overhead a part of at most 10; found {found}")
+        if not (isinstance(self.ranks, int) and isinstance(self.copies, int)) or not 0 <= self.nonmodel_overhead <= 10:
+            found = f"{self.ranks!r}, {self.copies!r} and {self.nonmodel_overhead!r}"
+            raise InvalidInput(
+                f"ranks and copies are whole numbers, nonmodel_overhead a part of at most 10; found {found}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +188,7 @@ def plan_with(
 
 
 def adopted(plan: Plan, trace: Trace, layout: Layout, machine: Machine, *, setup: Setup) -> Planned:
-    """A plan that another process found, verified here for the same trace."""
+    """Verify a plan that another process found for the same trace, and return it."""
     return _checked(_program(trace, layout, setup), plan, machine, setup, None)
 
 
@@ -229,6 +235,7 @@ def _program(trace: Trace, layout: Layout, setup: Setup) -> Program:
         training=setup.training,
         nonmodel_overhead=setup.nonmodel_overhead,
         states=setup.states,
+        copies=setup.copies,
     )
 
 
@@ -248,7 +255,7 @@ def group_sizes(trace: Trace, setup: Setup) -> list[int]:
 
 
 def _best(scorers: list[Scorer], setup: Setup) -> tuple[Scorer, Found] | None:
-    """The best placement of all programs; one that moves nothing wherever there is room for it."""
+    """Return the best placement of all programs; one that moves nothing wherever there is room for it."""
     resident = [(scorer, found) for scorer in scorers if (found := scorer.all_resident()) is not None]
     if resident:
         return min(resident, key=lambda row: row[1].score)

@@ -17,12 +17,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import Copy, Op, Plan, Queue, Release, Reserve, Segment, link
 from ps_core._planner.arena import STALE, Arena, Piece, Window
 from ps_core._planner.emit import Emitter
 from ps_core._planner.eviction_policy import NEVER, Ranker
 from ps_core._planner.tier_division import Frame, NoRoom
-from ps_core._program import Extent, Kind, SegmentName
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Walker:
         self.now = -1
         self.versions = dict(self.program.entry(segment))
         self.ranker: Ranker[Extent] = Ranker(
-            frame.policy, uses, frozenset(Extent(self.program.weight, group) for group in frame.kept)
+            frame.policy, uses, frozenset(Extent(self.program.weight_of(group), group) for group in frame.kept)
         )
         self._slots = len(frame.home)
         self._home: dict[Extent, int] = {}
@@ -172,7 +172,7 @@ class Walker:
             return STALE
         if version and extent.kind in (Kind.FULL, Kind.GRAD):
             return None
-        if version and self.segment.is_micro and extent.kind is self.program.weight:
+        if version and self.segment.is_micro and extent.kind is Kind.P16:
             return NEVER
         return self.ranker.worth(extent, self.now)
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ps_core._extents import STATES, Extent, Kind, SegmentName
 from ps_core._plan import Held, Tier
 from ps_core._planner.arena import Arena
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.placement import Placement, lay_home
-from ps_core._program import STATES, Extent, Kind, Program, SegmentName
+from ps_core._program import Program
 from ps_core._units import align_up
 
 _SIZE_CLASSES = 32
@@ -80,7 +81,7 @@ class Frame:
 
     def zone(self, extent: Extent, tier: int) -> Zone:
         """Return the zone of a tier that an extent's slots come from."""
-        alone = tier > 0 or self.program.ranks == 1
+        alone = tier > 0 or not self.program.sharded
         return Zone.MAIN if alone else _ZONES.get(extent.kind, Zone.MAIN)
 
     def slot_bytes(self, extent: Extent, tier: int) -> int:
@@ -103,7 +104,7 @@ def make_frame(
         if end > (tiers[tier].capacity_bytes if tier else line):
             raise NoRoom(tier, -1, end)
     arena = line - ends[0]
-    groups = program.stepped if program.ranks > 1 else ()
+    groups = program.stepped if program.sharded else ()
     scratch = max((program.bytes_of(Extent(Kind.WIRE, group)) for group in groups), default=0)
     classes = _classes(program)
     gathered, deep = _gathered(program, placement, arena - scratch, classes)
@@ -130,7 +131,7 @@ def _longest(program: Program) -> SegmentName:
 
 def _classes(program: Program) -> tuple[int, int]:
     groups = range(len(program.layout.groups))
-    shard = max((program.bytes_of(Extent(program.weight, group)) for group in groups), default=0)
+    shard = max((program.bytes_of(Extent(program.weight_of(group), group)) for group in groups), default=0)
     return align_up(shard // _SIZE_CLASSES + 1), align_up(shard * program.ranks // _SIZE_CLASSES + 1)
 
 
@@ -140,13 +141,14 @@ def _gathered(program: Program, placement: Placement, arena: int, classes: tuple
     Shards are small, and expensive because they cross the link. Gathered groups are large and cheap. So all shards from
     below stay if there is room for them. The remaining bytes keep groups gathered from forward to backward.
     """
-    if program.ranks == 1:
+    if not program.sharded:
         return 0, False
     least, deep = _gathered_needs(program, classes[1])
     groups = range(len(placement.weights))
-    shards = [align_up(program.bytes_of(Extent(program.weight, group)), classes[0]) for group in groups]
-    below = [size for group, size in enumerate(shards) if placement.home_tier(program.weight, group)]
-    passing = 3 * max(below, default=0 if program.overwrites else max(shards, default=0))
+    shards = [align_up(program.bytes_of(Extent(program.weight_of(group), group)), classes[0]) for group in groups]
+    below = [size for group, size in enumerate(shards) if placement.home_tier(program.weight_of(group), group)]
+    summed = [size for group, size in enumerate(shards) if not program.overwritten(group)]
+    passing = 3 * max(below, default=max(summed, default=0))
     if sum(below) + passing + deep <= arena:
         return arena - sum(below) - passing, True
     if passing + deep <= arena:
@@ -168,20 +170,20 @@ def _gathered_needs(program: Program, size_class: int) -> tuple[int, int]:
 
     for visit in program.segment_visits(segment):
         held = {use.extent for use in program.uses(segment, visit) if use.extent.kind in (Kind.FULL, Kind.GRAD)}
-        partial |= {Extent(program.gradient, group) for group in visit.grads}
+        partial |= {Extent(program.gradient_of(group), group) for group in visit.grads}
         least = max(least, room(held | partial))
         deep = max(deep, room(before | held | partial))
-        partial -= {Extent(program.gradient, group) for group in program.completions[visit.index]}
+        partial -= {Extent(program.gradient_of(group), group) for group in program.completions[visit.index]}
         before = held
     return least, deep
 
 
 def _static_set(program: Program, placement: Placement, room: int) -> frozenset[int]:
     kept = set()
-    sizes = [program.bytes_of(Extent(program.weight, group)) for group in range(len(placement.weights))]
+    sizes = [program.bytes_of(Extent(program.weight_of(group), group)) for group in range(len(placement.weights))]
     room -= 3 * max(sizes, default=0)
     for group, size in enumerate(sizes):
-        if placement.home_tier(program.weight, group) and size <= room:
+        if placement.home_tier(program.weight_of(group), group) and size <= room:
             kept.add(group)
             room -= size
     return frozenset(kept)

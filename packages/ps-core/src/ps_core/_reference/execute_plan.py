@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._plan import (
     Decide,
     Gather,
@@ -26,7 +27,7 @@ from ps_core._plan import (
     Run,
     slots_of,
 )
-from ps_core._program import Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import Program
 from ps_core._reference.floats import Floats, pack
 from ps_core._reference.operations import carry_out, gather, reduce_scatter
 from ps_core._reference.process_memory import Range, slot_ranges
@@ -55,7 +56,7 @@ class Observed:
     instr: Instr
     used_bytes: tuple[int, ...]
     """Bytes of slots, by tier."""
-    tide_bytes: int
+    nonmodel_bytes: int
     """Non-model bytes on the compute tier; during a moment's own event, those it ran with."""
 
 
@@ -107,7 +108,8 @@ class _Reference:
     rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        ranks, watched = range(self.program.ranks), not self.execution.overlap
+        alike = all(not group.fp32 for group in self.program.layout.groups)  # the states' rules are for one precision
+        ranks, watched = range(self.program.ranks), alike and not self.execution.overlap
         self.scaler = Scaler(self.training, self.program.precision)
         self.rng = random.Random(self.execution.seed)
         self.processes = [
@@ -267,7 +269,7 @@ class _Reference:
                     segment=flight.leg.name,
                     instr=instr,
                     used_bytes=tuple(bank.used_bytes(tier) for tier in range(len(bank.tiers))),
-                    tide_bytes=instr.op.nonmodel_bytes if isinstance(instr.op, Run) else bank.tide_bytes,
+                    nonmodel_bytes=instr.op.nonmodel_bytes if isinstance(instr.op, Run) else bank.nonmodel_bytes,
                 )
             )
 
@@ -305,7 +307,8 @@ class _Reference:
             norms=norms,
             skipped=skipped,
             weights=tuple(
-                pack(self._tensor(self.program.weight, index), self.program.precision) for index in range(len(tensors))
+                pack(self._tensor(self.program.weight_of(group), index), self.program.precision_of(group))
+                for index, group in enumerate(self.program.layout.group_of)
             ),
             masters=tuple(pack(self._tensor(Kind.P32, index), fp32) for index in learning),
             momenta=tuple(pack(self._state(Kind.M, index), fp32) for index in learning),

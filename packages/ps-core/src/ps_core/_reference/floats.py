@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
-from ps_core._program import Precision
+from ps_core._extents import Precision
 
 Floats: TypeAlias = "array[float]"
 """A run of singles; always of type code ``f``."""

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import Extent, Kind, SegmentName, Use
 from ps_core._options import for_parameter
 from ps_core._plan import (
     Accumulate,
@@ -21,7 +22,7 @@ from ps_core._plan import (
     Shift,
     Step,
 )
-from ps_core._program import Extent, Kind, SegmentName, Use, Visit
+from ps_core._program import Visit
 from ps_core._reference.floats import Floats, add
 from ps_core._reference.optim import step_run
 from ps_core._reference.process_memory import POISON, Slot
@@ -130,7 +131,7 @@ def _call(process: Process, leg: Leg, visit: Visit, slots: Mapping[Extent, Slot]
         index = program.layout.group_of[tensor]
         group = program.layout.groups[index]
         if index not in decoded:
-            extent = Extent(program.compute_weight, index)
+            extent = Extent(program.compute_weight_of(index), index)
             decoded[index] = process.read(slots[extent], extent)
         start = group.offsets[group.tensors.index(tensor)]
         weights[tensor] = decoded[index][start : start + program.trace.tensors[tensor].numel]
@@ -176,9 +177,9 @@ def _absorb(process: Process, leg: Leg, visit: Visit, outcome: Outcome, slots: M
 def _gain(process: Process, visit: Visit, where: tuple[Slot, Extent, int], arrived: Mapping[int, Floats]) -> None:
     """Add a gradient for the n-th tensor of a group, or keep it apart while the weight is still needed."""
     program, (slot, extent, place) = process.program, where
-    group, precision = program.layout.groups[extent.index], program.precision
+    group, precision = program.layout.groups[extent.index], program.precision_of(extent.index)
     tensor, offset = group.tensors[place], group.offsets[place]
-    if program.overwrites and process.last_reads[tensor] > visit.index:
+    if program.overwritten(extent.index) and process.last_reads[tensor] > visit.index:
         if tensor in arrived:
             process.aside[tensor] = contribute(process.aside.get(tensor), arrived[tensor], precision)
         return
@@ -189,10 +190,11 @@ def _gain(process: Process, visit: Visit, where: tuple[Slot, Extent, int], arriv
     if tensor in arrived:
         total = contribute(total, arrived[tensor], precision)
     if total is not None:
-        if process.lifecycle is not None and program.overwrites and not process.lifecycle.book.may_overwrite(tensor):
+        watched = process.lifecycle if program.overwritten(extent.index) else None
+        if watched is not None and not watched.book.may_overwrite(tensor):
             raise PlanMismatch(f"the gradient of {program.trace.tensors[tensor].name!r} comes before its last use")
         process.over.add(tensor)
-        process.put(slot, extent.kind, offset, total)
+        process.put(slot, extent, offset, total)
 
 
 # Gradients, norms, steps.
@@ -220,8 +222,8 @@ def _accumulate(process: Process, leg: Leg, op: Accumulate) -> None:
 
 def _final_gradient(process: Process, leg: Leg, group: int) -> tuple[Extent, int]:
     program = process.program
-    if program.overwrites:
-        return Extent(program.weight, group), _complete(process, group)
+    if program.overwritten(group):
+        return Extent(program.weight_of(group), group), _complete(process, group)
     return Extent(Kind.ACC, group), 1 if leg.name is SegmentName.STEP or program.accumulates_first(leg.name) else 2
 
 
@@ -286,7 +288,7 @@ def _cast(process: Process, leg: Leg, op: Cast) -> None:
 def gather(processes: Sequence[Process], leg: Leg, op: Gather) -> None:
     """Copy every process's shard to every process."""
     program = processes[0].program
-    shard, full = Extent(program.weight, op.group), Extent(Kind.FULL, op.group)
+    shard, full = Extent(program.weight_of(op.group), op.group), Extent(Kind.FULL, op.group)
     whole = array("f")
     for process in processes:
         whole.extend(process.read(process.holding(leg, op.shard, shard, 0, 0), shard))
@@ -300,8 +302,8 @@ def reduce_scatter(processes: Sequence[Process], leg: Leg, op: ReduceScatter) ->
     """Send each process its part in the weights' precision; each sums what it receives in rank order."""
     program = processes[0].program
     version = _complete(processes[0], op.group)
-    target = Extent(program.weight if program.overwrites else Kind.RGRAD, op.group)
-    source, gradients = Extent(program.gradient, op.group), []
+    target = Extent(program.weight_of(op.group) if program.overwritten(op.group) else Kind.RGRAD, op.group)
+    source, gradients = Extent(program.gradient_of(op.group), op.group), []
     for process in processes:
         gradients.append(process.read(process.holding(leg, op.source, source, version, 0), source))
         wire = process.holding(leg, op.wire, Extent(Kind.WIRE, op.group), None, 0)
@@ -310,7 +312,7 @@ def reduce_scatter(processes: Sequence[Process], leg: Leg, op: ReduceScatter) ->
     numel = program.layout.groups[op.group].shard_numel
     for process in processes:
         start = process.rank * numel
-        mine = reduce([gradient[start : start + numel] for gradient in gradients], process.precision(target.kind))
+        mine = reduce([gradient[start : start + numel] for gradient in gradients], process.precision(target))
         process.write(leg, process.holding(leg, op.shard, target, None, 0), target, version, mine)
         if process.lifecycle is not None:
             process.lifecycle.after(op)

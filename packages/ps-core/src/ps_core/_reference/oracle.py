@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from ps_core._extents import Precision
 from ps_core._options import for_parameter
-from ps_core._program import Precision, Program
+from ps_core._program import Program
 from ps_core._reference.floats import Floats, add, pack, rounded
 from ps_core._reference.optim import step_run
 from ps_core._reference.training_rules import (
@@ -27,7 +28,7 @@ from ps_core._trace import Phase
 def train_unconstrained(network: Network, program: Program, training: Training) -> Trained:
     """Train with separate memory for every extent.
 
-    Of the program only precision, processes, micro-batches and whether it trains matter; its groups do not.
+    Of the program only precisions, processes, micro-batches and whether it trains matter; its groups do not.
     """
     check_network(network, program)
     return _Oracle(network, program, training).train()
@@ -49,11 +50,10 @@ class _Oracle:
     skipped: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        precision = self.program.precision
-        self.scaler = Scaler(self.training, precision)
+        self.scaler = Scaler(self.training, self.program.precision)
         tensors = range(len(self.network.trace.tensors))
         self.masters = [self.network.initial(index) for index in tensors]
-        self.weights = [rounded(master, precision) for master in self.masters]
+        self.weights = [rounded(master, self._precision(index)) for index, master in enumerate(self.masters)]
         self.momenta = [array("f", bytes(4 * len(master))) for master in self.masters]
         self.variances = [array("f", bytes(4 * len(master))) for master in self.masters]
 
@@ -67,11 +67,12 @@ class _Oracle:
         return self._result()
 
     def _iterate(self, iteration: int) -> None:
-        precision, totals = self.program.precision, dict[int, Floats]()
-        summed = precision if self.program.overwrites or self.program.ranks == 1 else Precision.FP32
+        totals = dict[int, Floats]()
+        rounds = self.program.overwrites or not self.program.sharded
         for micro in range(self.program.accumulate):
             ranks = [self._pass(iteration, micro, rank, self.losses) for rank in range(self.program.ranks)]
             for tensor in ranks[0]:
+                summed = self._precision(tensor) if rounds else Precision.FP32
                 gradient = reduce([local[tensor] for local in ranks], summed)
                 totals[tensor] = add(totals[tensor], gradient) if micro else gradient
         parts = [measure(gradient) for gradient in totals.values()]
@@ -92,7 +93,7 @@ class _Oracle:
                 gradient,
             )
             self.masters[tensor] = stepped[0]
-            self.weights[tensor] = rounded(stepped[0], precision)
+            self.weights[tensor] = rounded(stepped[0], self._precision(tensor))
             kept = zip((self.momenta, self.variances), stepped[1:], strict=True)
             for rows, values in list(kept)[: self.program.states]:
                 rows[tensor] = values
@@ -125,11 +126,14 @@ class _Oracle:
             if rank == 0 and iteration in self.training.overflow_at:
                 arrived = overflowed(moment, arrived)
             for tensor in moment.grads:
-                gradients[tensor] = contribute(gradients.get(tensor), arrived[tensor], self.program.precision)
+                gradients[tensor] = contribute(gradients.get(tensor), arrived[tensor], self._precision(tensor))
         return gradients
 
+    def _precision(self, tensor: int) -> Precision:
+        return self.program.precision_of(self.program.layout.group_of[tensor])
+
     def _result(self) -> Trained:
-        fp32, precision = Precision.FP32, self.program.precision
+        fp32 = Precision.FP32
         tensors = self.network.trace.tensors
         learning = [index for index, tensor in enumerate(tensors) if tensor.trainable and self.program.training]
         return Trained(
@@ -137,7 +141,7 @@ class _Oracle:
             evaluations=tuple(self.evaluations),
             norms=tuple(self.norms),
             skipped=tuple(self.skipped),
-            weights=tuple(pack(weight, precision) for weight in self.weights),
+            weights=tuple(pack(weight, self._precision(index)) for index, weight in enumerate(self.weights)),
             masters=tuple(pack(self.masters[index], fp32) for index in learning),
             momenta=tuple(pack(self.momenta[index], fp32) for index in learning),
             variances=tuple(pack(self.variances[index], fp32) for index in learning),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import Extent
 from ps_core._plan import Held, Instr, Plan, Reserve, Shift
-from ps_core._program import Extent
 
 POISON = 0xFF
 """The byte that fills memory without contents: not-a-number in every precision."""
@@ -43,7 +43,7 @@ class Bank:
     def __init__(self, plan: Plan) -> None:
         self.tiers = plan.tiers
         self.slots: dict[SlotKey, Slot] = {}
-        self.tide_bytes = 0
+        self.nonmodel_bytes = 0
         self._bytes = [bytearray([POISON]) * extent for extent in used_extents(plan)]
         for number, held in enumerate(plan.home):
             self._own(held.tier, held.offset, held.bytes)
@@ -110,9 +110,9 @@ class Bank:
         start = self.tiers[0].capacity_bytes - nonmodel_bytes
         if start < 0:
             raise PlanMismatch(f"{nonmodel_bytes} non-model bytes do not fit {self.tiers[0].name}")
-        self.tide_bytes = 0
+        self.nonmodel_bytes = 0
         self._own(0, start, nonmodel_bytes)
-        self.tide_bytes = nonmodel_bytes
+        self.nonmodel_bytes = nonmodel_bytes
         end = len(self._bytes[0])
         if start < end:
             self._poison(0, start, end - start)
@@ -123,7 +123,7 @@ class Bank:
     def _own(self, tier: int, offset: int, count: int, but: Slot | None = None) -> None:
         """Check that a range may be owned: it is within the budget, and has no other owner."""
         end, name = offset + count, self.tiers[tier].name
-        top = self.tiers[tier].capacity_bytes - (self.tide_bytes if tier == 0 else 0)
+        top = self.tiers[tier].capacity_bytes - (self.nonmodel_bytes if tier == 0 else 0)
         if offset < 0 or count < 0 or end > top:
             raise PlanMismatch(f"{offset} to {end} is not within the {top} bytes that model data may use on {name}")
         for other in self.slots.values():

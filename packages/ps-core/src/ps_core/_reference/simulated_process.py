@@ -6,8 +6,9 @@ from array import array
 from dataclasses import dataclass, field
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import STATES, Extent, Kind, Precision, SegmentName
 from ps_core._plan import Plan
-from ps_core._program import STATES, Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import Program
 from ps_core._reference.floats import Floats, pack, unpack
 from ps_core._reference.process_memory import Bank, Slot, SlotKey, Tag
 from ps_core._reference.state_lifecycle import Lifecycle
@@ -82,11 +83,12 @@ class Process:
             values.extend(self.network.initial(tensor))
         values.extend(bytes(group.shard_numel * self.program.ranks - group.numel))
         start = self.rank * group.shard_numel
-        return pack(values[start : start + group.shard_numel], self.precision(kind))
+        return pack(values[start : start + group.shard_numel], self.precision(extent))
 
-    def precision(self, kind: Kind) -> Precision:
-        """Return the precision that a kind of data is stored in."""
-        return FP32 if kind in (Kind.P32, *STATES, Kind.ACC, Kind.RGRAD) else self.program.precision
+    def precision(self, extent: Extent) -> Precision:
+        """Return the precision that an extent is stored in."""
+        kinds = (Kind.P32, *STATES, Kind.ACC, Kind.RGRAD)
+        return FP32 if extent.kind in kinds else self.program.precision_of(extent.index)
 
     def key(self, leg: Leg, slot: int) -> SlotKey:
         """Return the key of a leg's slot among all slots."""
@@ -125,17 +127,17 @@ class Process:
 
     def read(self, slot: Slot, extent: Extent) -> Floats:
         """Return the values of an extent that a slot holds."""
-        return unpack(self.bank.view(slot)[: self.program.bytes_of(extent)], self.precision(extent.kind))
+        return unpack(self.bank.view(slot)[: self.program.bytes_of(extent)], self.precision(extent))
 
     def write(self, leg: Leg, slot: Slot, extent: Extent, version: int, values: Floats | None = None) -> None:
         """Note what a slot holds from now on, and write the values if they are given."""
         if values is not None:
-            self.put(slot, extent.kind, 0, values)
+            self.put(slot, extent, 0, values)
         slot.tag = Tag(extent, version, leg.serial)
 
-    def put(self, slot: Slot, kind: Kind, offset: int, values: Floats) -> None:
+    def put(self, slot: Slot, extent: Extent, offset: int, values: Floats) -> None:
         """Write values from an element offset on."""
-        data = pack(values, self.precision(kind))
+        data = pack(values, self.precision(extent))
         start = offset * (len(data) // len(values)) if values else 0
         self.bank.view(slot)[start : start + len(data)] = data
 

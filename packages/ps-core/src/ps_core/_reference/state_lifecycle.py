@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ps_core._extents import Kind, SegmentName
 from ps_core._plan import Accumulate, Cast, Gather, Op, ReduceScatter, Step
-from ps_core._program import Kind, Program, SegmentName, Visit
+from ps_core._program import Program, Visit
 from ps_core._states import Event, StateBook, TensorState, Uses, count_uses
 from ps_core._trace import Phase
 
@@ -35,7 +36,7 @@ class Lifecycle:
 
     @property
     def _sharded(self) -> bool:
-        return self.program.ranks > 1
+        return self.program.sharded
 
     @property
     def _kept(self) -> range:

@@ -23,7 +23,7 @@ from operator import mul
 from typing import TypeAlias, cast
 
 from ps_core._errors import InvalidInput
-from ps_core._program import Precision
+from ps_core._extents import Precision
 from ps_core._reference.floats import Floats, pack, singles, unpack
 from ps_core._reference.training_rules import Call, Outcome
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace

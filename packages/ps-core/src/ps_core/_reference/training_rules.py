@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import Precision
 from ps_core._options import AdamW, Optimizer
-from ps_core._program import Precision, Program
+from ps_core._program import Program
 from ps_core._reference.floats import Floats, add, all_finite, norm_of, rounded, single, square_sum
 from ps_core._trace import Moment, Trace
 

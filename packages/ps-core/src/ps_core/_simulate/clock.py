@@ -38,6 +38,8 @@ QUEUE_NAMES = {
 LINKS = (Queue.H2D, Queue.D2H, Queue.DISK_R, Queue.DISK_W)
 WIRE = "wire"
 """The entry of ``moved_bytes`` for what one process sends to the others."""
+NETWORK = "network"
+"""The entry of ``moved_bytes`` for what of it crosses between nodes; only where there are several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,10 @@ class Prediction:
     busy_s: Mapping[str, float]
     """Seconds by queue, in a step."""
     moved_bytes: Mapping[str, int]
-    """Bytes by link, in a step; ``wire`` is what one process sends to the others."""
+    """Bytes by link, in a step; ``wire`` is what one process sends to the others.
+
+    ``network``, with several nodes, is what crosses between them, divided by the number of processes.
+    """
     evictions: int
     """Copies to a slower tier in a step."""
     peak_bytes: Mapping[str, int]
@@ -117,7 +122,8 @@ def moved_bytes(program: Program, plan: Plan) -> dict[str, int]:
             if isinstance(instr.op, Copy):
                 counts[instr.queue] += instr.op.bytes
             elif isinstance(instr.op, Gather | ReduceScatter):
-                wire += program.sent_bytes(instr.op.group, gathers=isinstance(instr.op, Gather))
+                sums, group = isinstance(instr.op, ReduceScatter), instr.op.group
+                wire += program.sum_bytes(group) + program.across_bytes(group) if sums else program.gather_bytes(group)
     return _links(plan, counts, wire)
 
 
@@ -126,14 +132,14 @@ def peak_bytes(program: Program, plan: Plan) -> dict[str, int]:
     return _peaks(plan, [Scan(plan, plan.segment(name)).peaks for name in dict.fromkeys(program.iteration())])
 
 
-def _links(plan: Plan, counts: list[int], wire: int) -> dict[str, int]:
+def _links(plan: Plan, counts: list[int], wire: int, network: int = 0) -> dict[str, int]:
     names = [tier.name for tier in plan.tiers]
     moved = {}
     for queue in LINKS:
         source, target = QUEUE_NAMES[queue].split("->")
         if counts[queue] or (source in names and target in names):
             moved[QUEUE_NAMES[queue]] = counts[queue]
-    return {**moved, WIRE: wire}
+    return {**moved, WIRE: wire, **({NETWORK: network} if network else {})}
 
 
 def _peaks(plan: Plan, rows: list[list[int]]) -> dict[str, int]:
@@ -208,7 +214,12 @@ def _predict(program: Program, plan: Plan, steps: list[_Stage], bound: float, el
         stalled_s=max(0.0, step - busy[Queue.COMPUTE]),
         elapsed_s=elapsed,
         busy_s={QUEUE_NAMES[queue]: busy[queue] for queue in Queue},
-        moved_bytes=_links(plan, copied, sum(each.work.wire_bytes for each in timed)),
+        moved_bytes=_links(
+            plan,
+            copied,
+            sum(each.work.wire_bytes for each in timed),
+            sum(each.work.network_bytes for each in timed),
+        ),
         evictions=sum(each.work.evictions for each in timed),
         peak_bytes=_peaks(plan, [stage.scan.peaks for stage in steps]),
     )

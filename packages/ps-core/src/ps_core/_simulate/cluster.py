@@ -56,6 +56,8 @@ class Cluster:
 
     gpus: int = 1
     nodes: int = 1
+    copies: int = 1
+    """Copies of the model, each divided over equally many GPUs."""
     device_memory: int
     host_memory: int
     disk: int = 0
@@ -66,11 +68,13 @@ class Cluster:
     nonmodel_overhead: float = FRAGMENTATION
 
     def __post_init__(self) -> None:
-        for key in ("gpus", "nodes"):
+        for key in ("gpus", "nodes", "copies"):
             if getattr(self, key) < 1:
                 raise InvalidInput(f"{key} must be at least 1, found {getattr(self, key)}")
         if self.gpus % self.nodes:
             raise InvalidInput(f"{self.gpus} GPUs cannot be spread evenly over {self.nodes} nodes")
+        if self.gpus % self.copies:
+            raise InvalidInput(f"{self.gpus} GPUs cannot have {self.copies} copies of a model, of equally many each")
         for key in ("device_memory", "host_memory", "disk", "host_reserve", "host_reserve_per_rank"):
             if getattr(self, key) < 0:
                 raise InvalidInput(f"{key} cannot be negative, found {getattr(self, key)}")

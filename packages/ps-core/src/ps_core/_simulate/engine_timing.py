@@ -11,8 +11,8 @@ pass. Where a step begins the host thread waits for everything, since it must kn
 long as its step segment and its passes one after the other.
 
 With a disk, the host thread also waits for the disk where a pass begins. Two kinds of plan are carried out differently.
-With several processes, and where the processor computes, the host thread does the work of the processor's queue itself.
-On an emulated accelerator one thread does almost everything; see `emulated_timing`.
+Where the processor computes, the host thread does the work of the processor's queue itself. On an emulated accelerator
+one thread does almost everything; see `emulated_timing`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ps_core._errors import InvalidInput, PlanMismatch
+from ps_core._extents import SegmentName
 from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Step, Tier
-from ps_core._program import Program, SegmentName
+from ps_core._program import Program
 from ps_core._simulate.emulated_timing import LINKS, play
 from ps_core._simulate.instruction_times import Costs, Work
 from ps_core._simulate.machine import Machine
@@ -70,12 +71,15 @@ class Issuing:
         """Begin; ``ranks_per_node`` None: all processes share one node. ``in_backward``: see [Note: steps within
         backward].
         """
-        per_node = program.ranks if ranks_per_node is None else ranks_per_node
-        if per_node < 1 or program.ranks % per_node:
-            raise InvalidInput(f"{program.ranks} ranks cannot be spread over nodes of {per_node}")
+        processes = program.ranks * program.copies
+        per_node = processes if ranks_per_node is None else ranks_per_node
+        if per_node < 1 or processes % per_node:
+            raise InvalidInput(f"{processes} processes cannot be spread over nodes of {per_node}")
+        if program.ranks % per_node and per_node % program.ranks:
+            raise InvalidInput(f"a copy of {program.ranks} processes neither fills nor divides nodes of {per_node}")
         self._played = machine.played_copy_bandwidth > 0
-        self._worker = program.ranks == 1 and tiers[0].name == "device" and not self._played
-        self._in_backward = in_backward and self._worker
+        self._worker = tiers[0].name == "device" and not self._played
+        self._in_backward = in_backward and self._worker and program.ranks == 1
         self._costs = Costs(program, tiers, machine, per_node, beside=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node
         self._spare = machine.host_memory_bandwidth / machine.host_bandwidth - 1

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ps_core._extents import SegmentName
 from ps_core._plan import Copy, Queue, Segment, slots_of
-from ps_core._program import SegmentName
 from ps_core._simulate.work_pieces import NOTES, Piece
 
 

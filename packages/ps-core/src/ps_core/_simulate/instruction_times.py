@@ -13,8 +13,11 @@ Bytes are counted once in each direction, per element (16-bit weights; fp32 in b
     Accumulate  gradient in 2 [4], accumulator out 4 and, unless it starts, in 4
     Shift       its bytes in and out
     Run         each activation that the moment makes or takes, in and out: it is copied into its slot, or out of it
-    Gather, ReduceScatter    what a rank sends, (p-1)/p of the gathered bytes, at the slower of a GPU's link to its
-                neighbours and its node's adapters together (a ring leaves each node once), and a ring's hops
+    Gather      what a rank receives, (p-1)/p of the gathered bytes, at the slower of a GPU's link to its neighbours and
+                its node's adapters together (a shard comes to each node once), and a ring's hops; the link is the
+                faster of two, see `transport`
+    ReduceScatter    the same bytes at the GPU's link, or those of other nodes at its part of the node's adapters, which
+                ever takes longer: each rank's gradients come by themselves, to be added in rank order
 
 Ranks of a node divide host memory and disk bandwidth evenly. A rank's cores and links share its part of host memory.
 Cores stream at most ``host_bandwidth``. Cores and links together get ``host_dram_bandwidth``, which may be more. If a
@@ -33,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ps_core._extents import Precision
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -50,10 +54,11 @@ from ps_core._plan import (
     Step,
     Tier,
 )
-from ps_core._program import Precision, Program
-from ps_core._simulate.cluster import ring_s
+from ps_core._program import Program
+from ps_core._simulate.cluster import LINK_HOP_S, NODE_HOP_S, ring_s
 from ps_core._simulate.machine import Machine
-from ps_core._trace import Phase, Trace
+from ps_core._simulate.transport import transport
+from ps_core._trace import Phase
 
 COUNTED = (Step, Norm, Accumulate, Cast)
 """Instructions that take a processor a minimum time: each calls a kernel for every tensor or group."""
@@ -69,7 +74,9 @@ class Work(NamedTuple):
     copied_bytes: list[int]
     """Bytes copied over links, by queue."""
     wire_bytes: int
-    """Bytes that one rank sends to the others."""
+    """Bytes that one rank receives from the others; as many are sent."""
+    network_bytes: int
+    """Those of them that cross from another node: a gathered shard once for all ranks of a node."""
     evictions: int
     """Copies to a slower tier."""
     thread_s: list[float]
@@ -120,40 +127,55 @@ class Costs:
             Queue.CPU: host,
         }
         ranks = program.ranks
-        wire = machine.collective_bandwidth
-        if ranks > ranks_per_node:
-            wire = min(wire, machine.internode_bandwidth * ranks_per_node)
-        self._wire = wire
+        link, adapter, ring = machine.collective_bandwidth, machine.internode_bandwidth, True
+        if tiers[0].name == "device" and not machine.played_copy_bandwidth:
+            chosen = transport(machine, ranks=ranks, ranks_per_node=ranks_per_node)
+            link, ring = chosen.bandwidth, not chosen.by_host
+        self._link = link
+        self._gather = min(link, adapter * ranks_per_node) if ranks > ranks_per_node else link
+        self._adapter = adapter
         self._shards = [group.shard_numel for group in program.layout.groups]
+        groups = range(len(self._shards))
+        elements = [program.element_bytes(group) for group in groups]
         self._sent = {
-            gathers: [program.sent_bytes(group, gathers=gathers) for group in range(len(self._shards))]
-            for gathers in (True, False)
+            Gather: [program.gather_bytes(group) for group in groups],
+            ReduceScatter: [program.sum_bytes(group) for group in groups],
         }
-        self._ranks = ranks
-        self._gradient = gradient = program.weight_bytes
-        accumulated = gradient if program.overwrites else 4
-        self._around = list(self._around_products(program.trace)) if self._played else []
-        self._step = 8 * (1 + program.states) + accumulated + (0 if fp32 else 2)
-        self._hops_s = ring_s(ranks, ranks_per_node)
-        self._norm = accumulated
-        self._accumulate = program.local_gradient_bytes + 4
+        self._across = [program.across_bytes(group) for group in groups]
+        abroad = max(0, ranks - ranks_per_node)
+        self._elements, self._abroad = elements, {Gather: abroad / ranks_per_node, ReduceScatter: abroad}
+        self._nodes = nodes = ranks * program.copies > ranks_per_node
+        self._between = adapter if nodes else link
+        self._copies_hops_s = 2 * (NODE_HOP_S if nodes else LINK_HOP_S)  # parts go there, and sums come back
+        self._sharded = program.sharded
+        self._around = list(self._around_products(program, elements)) if self._played else []
+        self._norm = [2 if program.overwritten(group) else 4 for group in groups]
+        weights = [size % 4 for size in elements]  # 2 bytes in 16 bits; in fp32 the weight is the master
+        states = 8 * (1 + program.states)
+        self._step = [states + norm + weight for norm, weight in zip(self._norm, weights, strict=True)]
+        self._hops_s = ring_s(ranks, min(ranks, ranks_per_node)) if ring else 0.0
+        self._accumulate = [4 + (4 if program.sharded else size) for size in elements]
 
-    def _around_products(self, trace: Trace) -> Iterator[float]:
+    def _around_products(self, program: Program, elements: list[int]) -> Iterator[float]:
         """Yield, for an emulated accelerator, what each moment takes for its tensors, beside the work on
         activations.
         """
+        trace, owner = program.trace, program.layout.group_of
         seen: set[tuple[Phase, int, bool]] = set()
         for moment in trace.moments:
             events = {(moment.phase, index, False) for index in moment.reads}
             events |= {(moment.phase, index, True) for index in moment.grads}
-            numel = sum(trace.tensors[index].numel * (2 if gradient else 1) for _, index, gradient in events)
-            yield len(events - seen) * self._tensor + numel * self._gradient / self._played
+            size = sum(
+                trace.tensors[index].numel * elements[owner[index]] * (2 if gradient else 1)
+                for _, index, gradient in events
+            )
+            yield len(events - seen) * self._tensor + size / self._played
             seen |= events
 
     def price(self, instrs: tuple[Instr, ...], slot_bytes: dict[int, int]) -> Work:
         """Return the seconds of every instruction, and what they move. ``slot_bytes`` is needed for shifts."""
         seconds: list[float] = []
-        copied, evictions, wire, cpu_bytes = [0] * len(Queue), 0, 0, 0
+        copied, evictions, wire, network, cpu_bytes = [0] * len(Queue), 0, 0, 0.0, 0
         rates, latency, note = self._rates, self._latency, seconds.append
         for instr in instrs:
             op, queue = instr.op, instr.queue
@@ -166,21 +188,31 @@ class Costs:
             elif isinstance(op, Run):
                 note(self._computing[op.visit] + self._overhead)
             elif isinstance(op, Gather | ReduceScatter):
-                sent = self._sent[isinstance(op, Gather)][op.group]
+                sent, gathers = self._sent[type(op)][op.group], isinstance(op, Gather)
                 wire += sent
-                note(sent / self._wire + latency + self._hops_s)
+                abroad = self._shards[op.group] * self._elements[op.group] * self._abroad[type(op)]
+                network += abroad
+                taken = sent / self._gather if gathers else max(sent / self._link, abroad / self._adapter)
+                if not gathers and self._across[op.group]:
+                    across = self._across[op.group]
+                    wire += across
+                    network += across * self._nodes
+                    taken += across / self._between + self._copies_hops_s
+                note(taken + latency + self._hops_s)
             elif isinstance(op, Decide):
-                note(latency if self._ranks > 1 else 0.0)
+                note(latency if self._sharded else 0.0)
             else:
                 count = self._memory_bytes(op, slot_bytes)
                 cpu_bytes += count * (queue is Queue.CPU)
                 note(count / rates[queue] + latency)
         if self._played:
-            return Work(seconds, copied, wire, evictions, self._of_the_thread(instrs, seconds, slot_bytes))
+            return Work(
+                seconds, copied, wire, int(network), evictions, self._of_the_thread(instrs, seconds, slot_bytes)
+            )
         self._slow_copies(instrs, seconds, copied)
         if not self._beside:
             self._slow_cpu(instrs, seconds, cpu_bytes, sum(copied))
-        return Work(seconds, copied, wire, evictions, [])
+        return Work(seconds, copied, wire, int(network), evictions, [])
 
     def _of_the_thread(
         self, instrs: tuple[Instr, ...], seconds: list[float], slot_bytes: dict[int, int]
@@ -203,12 +235,12 @@ class Costs:
             return 2 * slot_bytes[op.slot]
         numel = self._shards[op.group]
         if isinstance(op, Step):
-            return numel * self._step
+            return numel * self._step[op.group]
         if isinstance(op, Norm):
-            return numel * self._norm
+            return numel * self._norm[op.group]
         if isinstance(op, Cast):
             return numel * 6
-        return numel * (self._accumulate + (0 if op.first else 4))
+        return numel * (self._accumulate[op.group] + (0 if op.first else 4))
 
     def _slow_copies(self, instrs: tuple[Instr, ...], seconds: list[float], copied: list[int]) -> None:
         both = copied[Queue.H2D] + copied[Queue.D2H]

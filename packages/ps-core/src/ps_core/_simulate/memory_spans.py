@@ -39,16 +39,16 @@ class Scan:
             self._walk(segment.instrs)
         except (KeyError, IndexError) as error:
             raise PlanMismatch(f"segment {segment.name.value!r} names a slot or tier that is not there") from error
-        self._leave_tide()
+        self._leave_nonmodel()
 
     def _walk(self, instrs: tuple[Instr, ...]) -> None:
         passing, where = self._passing, self._where
         ahead = [run.nonmodel_bytes for _, run in self._runs]
-        highest, tide, ran = 0, 0, 0
+        highest, nonmodel, ran = 0, 0, 0
         for place, instr in enumerate(instrs):
             op = instr.op
             if isinstance(op, Reserve):
-                self._reserve(place, instr.queue, op, tide)
+                self._reserve(place, instr.queue, op, nonmodel)
             elif isinstance(op, Release):
                 self._release(place, instr.queue, op)
             elif isinstance(op, Shift):
@@ -60,12 +60,12 @@ class Scan:
                 if isinstance(op, Run):
                     if op.nonmodel_bytes > highest:
                         highest = op.nonmodel_bytes
-                        self.joins.setdefault(place, []).append(self._tide(highest))
+                        self.joins.setdefault(place, []).append(self._nonmodel_range(highest))
                     self.peaks[0] = max(self.peaks[0], self._used[0] + op.nonmodel_bytes)
                     ran += 1
-                    tide = min(op.nonmodel_bytes, ahead[ran]) if ran < len(ahead) else 0
+                    nonmodel = min(op.nonmodel_bytes, ahead[ran]) if ran < len(ahead) else 0
 
-    def _tide(self, count: int) -> Span:
+    def _nonmodel_range(self, count: int) -> Span:
         return Span(0, self._capacity - count, self._capacity)
 
     def _touch(self, span: Span, place: int, queue: Queue) -> None:
@@ -74,14 +74,14 @@ class Scan:
             self.joins.setdefault(place, []).append(span)
         last[queue] = place
 
-    def _reserve(self, place: int, queue: Queue, op: Reserve, tide: int) -> None:
+    def _reserve(self, place: int, queue: Queue, op: Reserve, nonmodel: int) -> None:
         span = self._where[op.slot] = Span(op.tier, op.offset, op.offset + op.bytes)
         last = self.leaves.setdefault(span, {})
         if not last:
             self.joins[place] = [span]
         last[queue] = place
         used = self._used[op.tier] = self._used[op.tier] + op.bytes
-        self.peaks[op.tier] = max(self.peaks[op.tier], used + (0 if op.tier else tide))
+        self.peaks[op.tier] = max(self.peaks[op.tier], used + (0 if op.tier else nonmodel))
 
     def _release(self, place: int, queue: Queue, op: Release) -> None:
         span = self._where[op.slot]
@@ -96,12 +96,12 @@ class Scan:
         self._touch(old, place, queue)
         self._touch(new, place, queue)
 
-    def _leave_tide(self) -> None:
+    def _leave_nonmodel(self) -> None:
         covered = 0
         for place, run in reversed(self._runs):
             if run.nonmodel_bytes > covered:
                 covered = run.nonmodel_bytes
-                self.leaves.setdefault(self._tide(covered), {})[Queue.COMPUTE] = place
+                self.leaves.setdefault(self._nonmodel_range(covered), {})[Queue.COMPUTE] = place
 
 
 class Cells:

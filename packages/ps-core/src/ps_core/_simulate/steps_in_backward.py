@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+from ps_core._extents import Kind
 from ps_core._plan import Copy, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
-from ps_core._program import Kind
 
 EarlySteps: TypeAlias = Mapping[int, tuple[Instr, ...]]
 """Steps that begin within a pass, by the place of the instruction that they begin behind."""

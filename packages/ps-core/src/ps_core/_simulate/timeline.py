@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import SegmentName
 from ps_core._plan import Copy, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
-from ps_core._program import SegmentName
 from ps_core._simulate.worker_times import HostWorker
 
 _STREAMS = tuple([queue for queue in Queue if queue is not Queue.CPU])

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ps_core._extents import Kind, SegmentName
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -25,7 +26,7 @@ from ps_core._plan import (
     Step,
     slots_of,
 )
-from ps_core._program import Kind, Program, SegmentName
+from ps_core._program import Program
 from ps_core._simulate.engine_timing import Issuing, Priced, slot_bytes
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.steps_in_backward import EarlySteps

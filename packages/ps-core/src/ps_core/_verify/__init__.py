@@ -1,8 +1,8 @@
 """Check plans independently of the planner.
 
-`verify` shares the vocabulary (`_program`, `_plan`) with the planner and nothing else. It walks through each segment
-once, in one allowed order, and the result holds for all. See [Note: happens-before] in `order` and [Note: races] in
-`slots`. What is checked is in [Note: what a plan means] in `_plan`.
+`verify` shares the vocabulary (`_extents`, `_program`, `_plan`) with the planner and nothing else. It walks through
+each segment once, in one allowed order, and the result holds for all. See [Note: happens-before] in `order` and
+[Note: races] in `slots`. What is checked is in [Note: what a plan means] in `_plan`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import Extent
 from ps_core._plan import Plan, Segment, check_tiers
-from ps_core._program import Extent, Program
+from ps_core._program import Program
 from ps_core._verify.contents import Contents, sizes
 from ps_core._verify.order import START, arrange
 from ps_core._verify.plan_fault import Fault

@@ -1,6 +1,6 @@
 """Track what each instruction does to a segment's slots, and compare with what the program needs.
 
-Contents are (extent, version), never bytes: see [Note: extents and versions] in `_program`.
+Contents are (extent, version), never bytes: see [Note: extents and versions] in `_extents`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -28,10 +29,10 @@ from ps_core._plan import (
     link,
     worker,
 )
-from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._program import Program
 from ps_core._verify.order import BEGINNING, START, Clock, Stamp
 from ps_core._verify.plan_fault import Fault
-from ps_core._verify.ranges import TIDE
+from ps_core._verify.ranges import NON_MODEL
 from ps_core._verify.slots import Slot, Slots, describe, ids
 
 _ANYWHERE: tuple[type, ...] = (Reserve, Release, Copy, Shift)
@@ -43,10 +44,11 @@ def allowed_in(program: Program, segment: SegmentName) -> frozenset[type]:
         return frozenset((*_ANYWHERE, Step))
     if segment in (SegmentName.SKIP, SegmentName.PROLOGUE):
         return frozenset((*_ANYWHERE, Cast))
-    moments = (*_ANYWHERE, Run, *((Gather,) if program.ranks > 1 else ()))
+    moments = (*_ANYWHERE, Run, *((Gather,) if program.sharded else ()))
     if segment is SegmentName.EVAL:
         return frozenset(moments)
-    gradients = (*((ReduceScatter,) if program.ranks > 1 else ()), *(() if program.overwrites else (Accumulate,)))
+    accumulates = not all(map(program.overwritten, program.stepped))
+    gradients = (*((ReduceScatter,) if program.sharded else ()), *((Accumulate,) if accumulates else ()))
     last = (Norm, Decide) if segment is SegmentName.MICRO_LAST else ()
     return frozenset((*moments, *gradients, *last))
 
@@ -81,8 +83,8 @@ class Contents:
         self._ran = 0
         self._used: dict[Extent, tuple[int, Stamp]] = {}
         """The extents of the last moment: the slot, and the instruction that put each there."""
-        self._tides = [instr.op.nonmodel_bytes for instr in segment.instrs if isinstance(instr.op, Run)]
-        self._tide_bytes = 0
+        self._nonmodel_ahead = [instr.op.nonmodel_bytes for instr in segment.instrs if isinstance(instr.op, Run)]
+        self._nonmodel_bytes = 0
         self._seq = 0
         self._decisions = 0
         self._norms: dict[int, list[Stamp]] = {group: [] for group in program.stepped}
@@ -217,7 +219,7 @@ class Contents:
         wanted = self._visits[self._ran] if self._ran < len(self._visits) else None
         if wanted is None or op.visit != wanted.index:
             raise Fault("no more moments" if wanted is None else f"moment {wanted.index}", f"moment {op.visit}")
-        self._raise_tide(op.nonmodel_bytes, wanted.nonmodel_bytes)
+        self._raise_nonmodel(op.nonmodel_bytes, wanted.nonmodel_bytes)
         uses = self._program.uses(self._segment, wanted)
         if len(op.slots) != len(uses):
             raise Fault(f"{len(uses)} slots", f"{len(op.slots)}")
@@ -242,34 +244,36 @@ class Contents:
             moved = f"slot {slot.number}" if slot.number != number else f"moved by instruction {slot.since.id}"
             raise Fault(f"{name} to stay in slot {number}", moved, others=ids([slot.since]))
 
-    def _raise_tide(self, tide_bytes: int, wanted_bytes: int) -> None:
+    def _raise_nonmodel(self, nonmodel_bytes: int, wanted_bytes: int) -> None:
         """Set the non-model bytes of this moment, and take back those that it will not need until the next."""
-        if not tide_bytes >= wanted_bytes:
-            raise Fault(f"{wanted_bytes} non-model bytes", f"{tide_bytes}")
+        if not nonmodel_bytes >= wanted_bytes:
+            raise Fault(f"{wanted_bytes} non-model bytes", f"{nonmodel_bytes}")
         ranges, capacity = self._slots.ranges[0], self._plan.tiers[0].capacity_bytes
-        ranges.check_free(capacity - tide_bytes, capacity - self._tide_bytes, self._clock)
+        ranges.check_free(capacity - nonmodel_bytes, capacity - self._nonmodel_bytes, self._clock)
         self._ran += 1
-        stays = min(tide_bytes, self._tides[self._ran]) if self._ran < len(self._tides) else 0
-        ranges.paint(capacity - stays, capacity, TIDE)
-        ranges.paint(capacity - tide_bytes, capacity - stays, self._me)
-        self._tide_bytes = stays
+        stays = min(nonmodel_bytes, self._nonmodel_ahead[self._ran]) if self._ran < len(self._nonmodel_ahead) else 0
+        ranges.paint(capacity - stays, capacity, NON_MODEL)
+        ranges.paint(capacity - nonmodel_bytes, capacity - stays, self._me)
+        self._nonmodel_bytes = stays
 
     def _gather(self, op: Gather) -> None:
         self._collective(op.seq)
         shard, full = self._slots_on(0, op.shard, op.full)
-        self._read(shard, Extent(self._program.weight, op.group), 0)
+        if op.group not in range(len(self._program.layout.groups)):
+            raise Fault("a group of the layout", f"group {op.group}")
+        self._read(shard, Extent(self._program.weight_of(op.group), op.group), 0)
         self._write(full, Extent(Kind.FULL, op.group), 0)
 
     def _reduce_scatter(self, op: ReduceScatter) -> None:
         self._collective(op.seq)
-        overwrites, version = self._program.overwrites, self._learning(op.group)
+        version, overwritten = self._learning(op.group), self._program.overwritten(op.group)
         source, wire, shard = self._slots_on(0, op.source, op.wire, op.shard)
-        self._read(source, Extent(self._program.gradient, op.group), version)
+        self._read(source, Extent(self._program.gradient_of(op.group), op.group), version)
         scratch = self._sizes[Extent(Kind.WIRE, op.group)]
         if wire.bytes < scratch:
             raise Fault(f"a wire slot of {scratch} bytes", f"{wire.bytes}")
         self._slots.write(wire, None, self._me, self._clock)
-        self._write(shard, Extent(self._program.weight if overwrites else Kind.RGRAD, op.group), version)
+        self._write(shard, Extent(Kind.P16 if overwritten else Kind.RGRAD, op.group), version)
 
     def _accumulate(self, op: Accumulate) -> None:
         version, first = self._learning(op.group), self._program.accumulates_first(self._segment)
@@ -285,8 +289,8 @@ class Contents:
     def _norm(self, op: Norm) -> None:
         version = self._learning(op.group)
         (slot,) = self._worker_slots(op.slot)
-        if self._program.overwrites:
-            self._read(slot, Extent(self._program.weight, op.group), version)
+        if self._program.overwritten(op.group):
+            self._read(slot, Extent(Kind.P16, op.group), version)
         else:
             self._read(slot, Extent(Kind.ACC, op.group), 1 if self._program.accumulates_first(self._segment) else 2)
         self._norms[op.group].append(self._me)
@@ -314,7 +318,7 @@ class Contents:
             if kind is Kind.ACC:
                 self._read(slot, extent, 1)
             elif kind is Kind.P16:
-                if self._program.overwrites:
+                if self._program.overwritten(op.group):
                     self._read(slot, extent, gradient)
                 self._write(slot, extent, self._program.rebuilt(op.group))
             else:

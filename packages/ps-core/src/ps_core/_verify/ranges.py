@@ -8,11 +8,11 @@ from typing import TypeAlias
 from ps_core._verify.order import Clock, Stamp
 from ps_core._verify.plan_fault import Fault
 
-TIDE = -1
+NON_MODEL = -1
 """The owner of non-model data's addresses."""
 
 Owner: TypeAlias = int | Stamp | None
-"""A slot's number or `TIDE`; the instruction that released the bytes; None: they had no owner yet."""
+"""A slot's number or `NON_MODEL`; the instruction that released the bytes; None: they had no owner yet."""
 
 
 class Ranges:
@@ -35,7 +35,7 @@ class Ranges:
             if owner is None or owner == but:
                 continue
             if isinstance(owner, int):
-                who = "non-model data" if owner == TIDE else f"slot {owner}"
+                who = "non-model data" if owner == NON_MODEL else f"slot {owner}"
                 raise Fault(f"addresses {start} to {end} free", f"{who} at {starts[index]}")
             if not owner.before(clock):
                 raise Fault(

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeAlias
 
+from ps_core._extents import Extent
 from ps_core._plan import Held, Tier
-from ps_core._program import Extent
 from ps_core._units import ALIGNMENT_BYTES
 from ps_core._verify.order import BEGINNING, Clock, Stamp
 from ps_core._verify.plan_fault import Fault

@@ -71,7 +71,7 @@ class _Builder:
         return costs.inputs + costs.embedding_kept + held
 
     def saved(self, layer: int) -> tuple[int, ...]:
-        """The activation that a block's input is, if it is moved and there is such a block.
+        """Return the activation that a block's input is, if it is moved and there is such a block.
 
         It is copied into its slot when the input was made, and out of it before the block is recomputed. So the moments
         before the block's own make it and take it.

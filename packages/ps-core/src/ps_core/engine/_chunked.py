@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ps_core._errors import AlreadyManaged, InvalidInput, UnsupportedParameter
+from ps_core._extents import Precision
 from ps_core._options import IN_BACKWARD, Budget, Options, TorchOptimizer, check_unused, mark_used
 from ps_core._plan import Tier
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.search import Setup
-from ps_core._program import Precision
 from ps_core.engine._devices.device import Device
 from ps_core.engine._devices.select import disk_file, largest_transient_group_bytes, resolve_device, tier_budgets
 from ps_core.engine._execution.build_components import Components, single_process_components
@@ -44,12 +44,10 @@ from ps_core.engine._parameters.meta_init.rebuild import refuse_lazy
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.join_ranks import GroupJoin, SingleProcess
-from ps_core.engine._sharding.planned_scheduler import RanksScheduler, why_unplanned
-from ps_core.engine._sharding.sharded_driver import ShardedDriver, sharded_components
+from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.sharded_scheduler import ShardedScheduler
+from ps_core.engine._sharding.sharded_step import sharded_components
 from ps_core.engine._support.counters import Counters
-from ps_core.engine._support.log import log_line
 from ps_core.engine._unmatched_patterns import log_unmatched_patterns, warn_of_gradients
 
 
@@ -74,6 +72,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     """
     _check_kinds(optimizer, budget, options, collectives)
     options, budget = options or Options(), budget or Budget()
+    if collectives is not None and collectives.processes == 1:
+        collectives = None  # there are no others
     _check(model, accumulation_steps)
     rule = None if optimizer is None else rule_of(optimizer, model.named_parameters())
     if rule is not None and rule.whole and collectives is not None:
@@ -90,7 +90,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
         warn_of_gradients(model)
     where = resolve_device(device, pin=options.pin)
     joining = SingleProcess() if collectives is None else GroupJoin(collectives)
-    joining.check(where)
+    joining.check(where, options.machine)
     tiers = tier_budgets(where, budget, joining.sharers)
     packing = wishes.pack(tiers, ties)
     joining.share(packing, rule, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
@@ -198,19 +198,18 @@ class _Wishes:
         """Return the engine's components: for whole groups in one process, or for one rank's shards."""
         if self.collectives is None:
             return single_process_components(store, packing.groups, counters, overwrites=self.overwrites)
-        return sharded_components(
-            store,
-            packing.groups,
-            counters,
-            self.collectives,
-            overwrites=self.overwrites,
-            prefetch=self.options.prefetch,
-        )
+        return sharded_components(store, packing.groups, counters, self.collectives, overwrites=self.overwrites)
 
     def _scheduler(self, parts: Components, engine: Engine) -> Scheduler:
         """Return the scheduler that chooses the driver of each pass."""
+        ranks = processes = here = 1
+        if self.collectives is not None:
+            ranks, processes = self.collectives.ranks, self.collectives.processes
+            here = min(processes, self.collectives.local_ranks)
         setup = Setup(
-            ranks=1 if self.collectives is None else self.collectives.ranks,
+            ranks=ranks,
+            copies=processes // ranks,
+            ranks_per_node=here if ranks % here == 0 or here % ranks == 0 else None,
             precision=self.mode,
             accumulate=self.accumulation_steps,
             training=self.training,
@@ -219,13 +218,8 @@ class _Wishes:
             step_in_backward=self.options.step == IN_BACKWARD,
         )
         name, options, cast = type(self.model).__name__, self.options, self.cast
-        if isinstance(parts.residency, ShardedResidency) and isinstance(parts.demand, ShardedDriver):
-            why = why_unplanned(engine, setup)
-            if not why:
-                return RanksScheduler(engine, setup, model_name=name, options=options, cast=cast, demand=parts.demand)
-            if self.training and setup.ranks > 1 and self.collectives is not None and self.collectives.process == 0:
-                log_line(f"{name}: passes follow no plan, as {why}: ranks agree on every gather and sum as they go")
-            return ShardedScheduler(parts.residency, parts.demand, training=self.training)
+        if isinstance(parts.residency, ShardedResidency):
+            return RanksScheduler(engine, setup, model_name=name, options=options, cast=cast)
         return PlanScheduler(engine, setup, model_name=name, options=options, cast=cast)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import ps_kernels
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import hooks_of
 

@@ -85,6 +85,8 @@ def manage_with(
         )
     managed = manage(model, _spec_of(model, optimizer), settings, inputs)
     assert managed is not None, "an optimizer was asked for"
+    listed = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    managed._leave_out(each for each in model.parameters() if id(each) not in listed)
     # It sets no rate, but has PyTorch note the optimizer's steps for other schedulers' warnings.
     torch.optim.lr_scheduler.LambdaLR(managed, lambda _: 1.0)
     for own, given in zip(managed.param_groups, optimizer.param_groups, strict=True):

@@ -108,7 +108,7 @@ class ChunkedStrategy(SingleDeviceStrategy):
             if len(self.optimizers) != 1:
                 raise InvalidInput(
                     f"configure_optimizers returned {len(self.optimizers)} optimizers; under a memory budget a model "
-                    "has one"
+                    "has one: return one, with a param group for each"
                 )
             schedulers = [each.scheduler for each in self.lr_scheduler_configs]
             settings = replace(self._settings, accumulation_steps=trainer.accumulate_grad_batches)

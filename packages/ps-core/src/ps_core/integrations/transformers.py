@@ -113,7 +113,7 @@ class ManagedTrainerMixin:
 
 @contextmanager
 def _all_trained(model: Any) -> Iterator[None]:
-    """Have frozen parameters in the optimizer that is made, in the group of their names: they may be unfrozen later."""
+    """Put frozen parameters into the optimizer too, in the group of their names: they may be unfrozen later."""
     frozen = [each for each in model.parameters() if each.is_floating_point() and not each.requires_grad]
     try:
         for each in frozen:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ps_core._extents import STATES, Extent, Kind, SegmentName
 from ps_core._plan import (
     Accumulate,
     Copy,
@@ -24,7 +25,7 @@ from ps_core._plan import (
     Segment,
     Step,
 )
-from ps_core._program import STATES, Extent, Kind, Precision, Program, SegmentName
+from ps_core._program import Program
 from ps_core._units import format_bytes
 
 
@@ -110,7 +111,6 @@ def _columns(program: Program, plan: Plan, segment: Segment) -> Iterator[Column]
     holds = _contents(program, plan, segment)
     gradients = _gradients_at_entry(program, plan, segment.name)
     sizes = {slot: held.bytes for slot, held in enumerate(plan.home) if held.tier == 0}
-    weight = Kind.P32 if program.precision is Precision.FP32 else Kind.P16
 
     def column(name: str, phase: str, nonmodel: int) -> Column:
         counts = dict.fromkeys(CATEGORIES, 0)
@@ -120,6 +120,7 @@ def _columns(program: Program, plan: Plan, segment: Segment) -> Iterator[Column]
             if extent is None:
                 counts[Category.BUFFERS] += size
             else:
+                weight = program.weight if extent.kind is Kind.ACT else program.weight_of(extent.index)
                 counts[category_of(extent.kind, weight, is_gradient=slot in gradients)] += size
         return Column(name, phase, tuple(counts.values()))
 
@@ -157,7 +158,7 @@ def _mark(slots: set[int], slot: int, belongs: bool) -> None:
 
 
 def _is_gradient(program: Program, group: int, version: int) -> bool:
-    return program.overwrites and 0 < version < program.rebuilt(group)
+    return program.overwritten(group) and 0 < version < program.rebuilt(group)
 
 
 def _gradients_at_entry(program: Program, plan: Plan, name: SegmentName) -> set[int]:
@@ -188,7 +189,7 @@ def _fills(program: Program, segment: SegmentName, op: Op) -> Iterator[tuple[int
         yield op.full, Extent(Kind.FULL, op.group)
     elif isinstance(op, ReduceScatter):
         yield op.wire, Extent(Kind.WIRE, op.group)
-        yield op.shard, Extent(program.weight if program.overwrites else Kind.RGRAD, op.group)
+        yield op.shard, Extent(program.weight_of(op.group) if program.overwritten(op.group) else Kind.RGRAD, op.group)
     elif isinstance(op, Accumulate):
         yield op.accumulator, Extent(Kind.ACC, op.group)
 

@@ -94,7 +94,12 @@ def _check_enough(found: Corpus, options: TrainOptions) -> None:
     for number, side in enumerate(("train", "validation")):
         option = "--eval-data" if number and options.eval_data else "--data"
         if found.samples is not None:
-            if not len(found.samples[number]):
+            samples = found.samples[number]
+            if not len(samples) and not samples.left_out:
+                raise InvalidInput(
+                    f"{option}: found no document for {side}; allowed are two or more, or --eval-data for validation"
+                )
+            if not len(samples):
                 raise InvalidInput(
                     f"{option}: no samples for {side} with an answer in their first {options.seq} tokens; allowed is "
                     "more data, or a larger --seq"

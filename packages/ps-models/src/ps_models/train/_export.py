@@ -91,7 +91,7 @@ def _write_adapters(folder: Path, source: TransformersModel, managed: ManagedMod
 
 
 def _write_whole(folder: Path, source: TransformersModel, managed: ManagedModel) -> None:
-    """Let transformers write the model, which needs a copy of it in memory."""
+    """Write the model by transformers, which needs a copy of it in memory."""
     with materialized(managed.model):
         layers = adapted_layers(managed.model)
         for layer in layers:

@@ -65,7 +65,7 @@ class RunFolder:
             raise
 
     def close(self) -> None:
-        """Let other processes use the folder."""
+        """Unlock the folder for other processes."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -91,7 +91,10 @@ class RunFolder:
                 ) from None
             found, differences = None, []
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidInput(f"--out: cannot read {str(written)!r}: {' '.join(str(error).split())}") from error
+            raise InvalidInput(
+                f"--out: cannot read {str(written)!r}: {' '.join(str(error).split())}; allowed is a new folder, or a "
+                "whole run"
+            ) from error
         if differences and self._begun():
             raise InvalidInput(
                 f"--out: {str(self.path)!r} holds another run: {', '.join(differences)}; allowed are the same model "

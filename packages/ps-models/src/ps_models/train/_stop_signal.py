@@ -20,7 +20,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
-            self._before = {each: signal.signal(each, self._hear) for each in _WATCHED}
+            self._before = {each: signal.signal(each, self._note_signal) for each in _WATCHED}
         return self
 
     def __exit__(
@@ -29,7 +29,7 @@ class StopSignal:
         for each, handler in self._before.items():
             signal.signal(each, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked is not None:
             raise KeyboardInterrupt
         self.asked = signal.Signals(number).name

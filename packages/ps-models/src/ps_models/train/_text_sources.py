@@ -46,7 +46,9 @@ def documents(path: Path, option: str = "--data") -> Iterator[Document]:
         else:
             yield path.read_bytes()
     except OSError as error:
-        raise InvalidInput(f"{option}: cannot read {str(path)!r}: {error.strerror}; allowed is what can be") from error
+        raise InvalidInput(
+            f"{option}: cannot read {str(path)!r}: {error.strerror}; allowed is a file that you may read"
+        ) from error
 
 
 def _walk(top: Path) -> Iterator[Path]:

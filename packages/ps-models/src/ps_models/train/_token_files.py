@@ -77,7 +77,9 @@ def open_token_file(path: Path) -> TokenFile:
         file = _Opened(path)
         kind, start, told = _npy(path) if path.suffix == ".npy" else (torch.uint16, 0, None)
     except OSError as error:
-        raise InvalidInput(f"--data: cannot read {str(path)!r}: {error.strerror}; allowed is what can be") from error
+        raise InvalidInput(
+            f"--data: cannot read {str(path)!r}: {error.strerror}; allowed is a file that you may read"
+        ) from error
     size = file.bytes - start
     if size % kind.itemsize or size < 1:
         raise InvalidInput(

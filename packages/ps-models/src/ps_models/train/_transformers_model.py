@@ -184,7 +184,7 @@ class TransformersModel:
             shutil.copy(settings, folder)
 
     def save(self, folder: Path, values: dict[str, Tensor]) -> None:
-        """Let transformers write weights, under the names that its files have."""
+        """Write weights by transformers, under the names that its files have."""
         self._model.save_pretrained(folder, state_dict=values)
 
     def _refuse_missing(self, names: list[str]) -> None:

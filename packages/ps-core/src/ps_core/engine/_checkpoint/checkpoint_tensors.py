@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._program import Kind
 from ps_core.engine._checkpoint.safetensors_format import TensorEntry, in_order
 from ps_core.engine._checkpoint.shard_ranges import Layout
 from ps_core.engine._execution.engine import Engine
@@ -175,7 +175,7 @@ def _own(engine: Engine, group: ParamGroup, kind: Kind, *, write: bool) -> Itera
             yield flat
         return
     chunk = group.chunks[kind]
-    shard = residency.shard(chunk).view(group.dtype_of(kind))
+    shard = residency.own_bytes(chunk).view(group.dtype_of(kind))
     what = f"{'write' if write else 'read'} {kind.value} of {group.name}"
     engine.store.device.declare_access(Queue.CPU, what, (shard,), (shard,) if write else ())
     try:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ps_core._atomic_files import sync_folder
 from ps_core._errors import InvalidInput
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, as_tier_failure, locked
 from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, MASTERS, WEIGHTS, largest_chunk_bytes, plain_tensors
 from ps_core.engine._checkpoint.direct_io import (

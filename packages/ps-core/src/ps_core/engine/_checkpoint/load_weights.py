@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder
 from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, MASTERS, WEIGHTS, TensorSource
 from ps_core.engine._checkpoint.crc32 import Checksum

@@ -19,7 +19,8 @@ from ps_core.engine._checkpoint.safetensors_format import damaged, type_name
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._gradients.loss_scale import LossScale
-from ps_core.engine._optim.optimizer import LOSS_SCALE, ChunkedOptimizer
+from ps_core.engine._optim.optimizer import ChunkedOptimizer
+from ps_core.engine._optim.optimizer_state_dict import LOSS_SCALE
 from ps_core.engine._parameters.state_transitions import GradientPlace
 
 

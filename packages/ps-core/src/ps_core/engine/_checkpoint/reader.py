@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 import torch
 
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine._checkpoint.checkpoint_tensors import (
     BUFFERS,
     EXTRA,

@@ -82,7 +82,10 @@ def type_name(what: str, dtype: torch.dtype) -> str:
     """Return the format's name of a type; ``what`` names the tensor in messages."""
     name = _NAMES.get(dtype)
     if name is None:
-        raise InvalidInput(f"{what} is {dtype}, which the safetensors format does not have: convert it")
+        known = ", ".join(str(each).removeprefix("torch.") for each in _NAMES)
+        raise InvalidInput(
+            f"{what} is {dtype}, which the safetensors format does not have: convert it to one of {known}"
+        )
     return name
 
 
@@ -115,7 +118,8 @@ def read_table(path: Path) -> tuple[int, list[TensorEntry]]:
                 if first.startswith(_PICKLED):
                     raise InvalidInput(
                         f"{path} is of torch.save, expected safetensors: pickled weights are not read; save them anew, "
-                        "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
+                        "safetensors.torch.save_file(torch.load(open(path, 'rb'), weights_only=True), "
+                        "'model.safetensors')"
                     )
                 raise damaged(path, f"its table would have {length:,} bytes, the file has {size:,}: it is cut short")
             text = file.read(length)

@@ -34,7 +34,7 @@ class _Route(Protocol):
     def finish_offloads(self) -> None:
         """Make the compute stream wait for the copies that read the tensors themselves; they may be freed then."""
 
-    def restore(self, away: Any) -> torch.Tensor:
+    def restore(self, activation: Any) -> torch.Tensor:
         """Return the tensor that `offload` returned this handle for, on its device again."""
 
 
@@ -145,44 +145,44 @@ class _ByEngine:
             self._launched = False
 
     @defer_interrupts
-    def restore(self, away: OffloadedActivation) -> torch.Tensor:
+    def restore(self, activation: OffloadedActivation) -> torch.Tensor:
         """Copy an activation back into new memory of the device."""
-        if away.held is not None:
-            return away.held
-        self._passes.take_activation(away.origin, away.name)
+        if activation.held is not None:
+            return activation.held
+        self._passes.take_activation(activation.origin, activation.name)
         driver = self._passes.driver
-        if away.slot is None and isinstance(driver, PlanDriver):
-            tensor = self._new(away, partial(driver.activations.restore, away))
+        if activation.slot is None and isinstance(driver, PlanDriver):
+            tensor = self._new(activation, partial(driver.activations.restore, activation))
             if tensor is not None:
-                return self._returned(away, tensor)
-            self._passes.diverge(Diverged(f"the plan does not have {away.name} here"))
-        return self._on_demand(away)
+                return self._returned(activation, tensor)
+            self._passes.diverge(Diverged(f"the plan does not have {activation.name} here"))
+        return self._on_demand(activation)
 
-    def _on_demand(self, away: OffloadedActivation) -> torch.Tensor:
+    def _on_demand(self, activation: OffloadedActivation) -> torch.Tensor:
         """Copy an activation back from its own slot; right after its plan was left it may be held instead."""
-        if away.held is not None:
-            return away.held
-        slot = away.slot
+        if activation.held is not None:
+            return activation.held
+        slot = activation.slot
         if slot is None:
             self._engine.residency.transfers.check_disk()
-            raise PlanMismatch(f"{away.name} is in no slot")
-        tensor = self._new(away, partial(self._room.restore, slot))
+            raise PlanMismatch(f"{activation.name} is in no slot")
+        tensor = self._new(activation, partial(self._room.restore, slot))
         assert tensor is not None, "its own slot has it at all times"
-        return self._returned(away, tensor)
+        return self._returned(activation, tensor)
 
-    def _new(self, away: OffloadedActivation, fill: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
+    def _new(self, activation: OffloadedActivation, fill: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
         """Make a tensor and fill it; None: it was not filled."""
-        tensor = away.empty(self._engine.store.device.torch_device)
+        tensor = activation.empty(self._engine.store.device.torch_device)
         with self._passes.nonmodel.paused(), torch.no_grad():
             return tensor if fill(bytes_of(tensor)) else None
 
-    def _returned(self, away: OffloadedActivation, tensor: torch.Tensor) -> torch.Tensor:
+    def _returned(self, activation: OffloadedActivation, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that was copied back; note where its bytes are from now on."""
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            away.hold(tensor)
-        elif away.slot is None:
+            activation.hold(tensor)
+        elif activation.slot is None:
             with self._passes.nonmodel.paused(), torch.no_grad():
-                self._room.offload(away, bytes_of(tensor))
+                self._room.offload(activation, bytes_of(tensor))
                 self._room.finish_offloads()
         return tensor
 
@@ -197,9 +197,9 @@ class _Copied:
     def finish_offloads(self) -> None:
         """Do nothing: every copy has ended."""
 
-    def restore(self, away: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    def restore(self, activation: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
         """Copy the tensor back to its device."""
-        return away[1].to(away[0])
+        return activation[1].to(activation[0])
 
 
 class _TracedOffload:
@@ -216,13 +216,13 @@ class _TracedOffload:
     def finish_offloads(self) -> None:
         """Do nothing: nothing is copied."""
 
-    def restore(self, away: _Traced) -> torch.Tensor:
+    def restore(self, activation: _Traced) -> torch.Tensor:
         """Make a tensor like the offloaded one; the fake pass's mode is on, so it is fake."""
-        if away.held is None:
+        if activation.held is None:
             if self._recorder is not None:
-                self._recorder.take_activation(away.name)
-            away.held = torch.empty(away.shape, dtype=away.dtype, device=away.device)
-        return away.held
+                self._recorder.take_activation(activation.name)
+            activation.held = torch.empty(activation.shape, dtype=activation.dtype, device=activation.device)
+        return activation.held
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Make the components of an engine for one process; `_sharding.sharded_driver` makes those for several."""
+"""Make the components of an engine for one process; `_sharding.sharded_step` makes those for several."""
 
 from __future__ import annotations
 

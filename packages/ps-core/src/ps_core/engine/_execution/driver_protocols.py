@@ -18,6 +18,8 @@ class PassDriver(Protocol):
 
     tracked: bool
     """True if non-model bytes have to be counted meanwhile."""
+    follows_plan: bool
+    """True if the pass began by a plan, or takes part in a plan's collectives."""
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Begin a moment that reads these parameters, and receives gradients of these groups."""
@@ -46,6 +48,9 @@ class Hooks(Protocol):
     @property
     def shared(self) -> tuple[object, ...]:
         """Return the objects that a fake copy of the model shares with it."""
+
+    def train_unfrozen(self) -> None:
+        """Begin to train the parameters that were unfrozen since the last pass."""
 
     def install(self) -> None:
         """Install every hook on the model."""
@@ -76,8 +81,8 @@ class Scheduler(Protocol):
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at the root module's arguments before its call."""
 
-    def driver_for_pass(self, training: bool) -> PassDriver:
-        """Choose the driver of the pass that begins now."""
+    def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
+        """Choose the driver of the pass that begins now; ``backward``: it begins with a backward pass."""
 
     def forget_plan(self) -> None:
         """Drop the plan, because the model's groups change; called between passes."""

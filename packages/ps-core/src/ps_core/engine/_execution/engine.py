@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine._execution.build_components import Components, Ranks
 from ps_core.engine._execution.driver_protocols import Hooks, Scheduler
 from ps_core.engine._execution.parameter_access import ParameterAccess
 from ps_core.engine._execution.pass_tracker import PassTracker
 from ps_core.engine._execution.refuse_use import Usability
 from ps_core.engine._execution.state_dict import StateDicts
-from ps_core.engine._execution.user_gradients import UserGradients
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
+from ps_core.engine._gradients.user_gradients import UserGradients
 from ps_core.engine._memory.activation_slots import ActivationSlots
 from ps_core.engine._optim.group_step import SettingsOf, StepDecision, StepDecisions
 from ps_core.engine._optim.settings import Outcome
@@ -65,17 +65,24 @@ class Engine:
         self.passes = PassTracker(parts, self.records, counters, constant_bytes, scheduler(self))
         self._deciding = StepDecisions(self.gradients)
         self.usability = Usability(store)
-        self.access = access = ParameterAccess(parts, self.passes, self.records, self._deciding, self.usability)
+        self.access = access = ParameterAccess(
+            parts,
+            self.passes,
+            self.records,
+            self._deciding,
+            self.usability,
+            lambda: self.management.train_unfrozen(),  # noqa: PLW0108 - `management` is made below
+        )
         self.saved, self.tables = access.saved, access.tables
         self.call, self.arrive, self.deliver = access.call, access.arrive, access.tables.deliver
         """The methods that parameters call most often (`_parameters.managed_parameter.ParameterOwner`)."""
         self.user_gradients = UserGradients(
             self.residency,
             self.gradients,
-            self.updater,
-            self._deciding,
             loss_scale=loss_scale,
             finish_pass=self.finish_pass,
+            read=self.updater.read,
+            forget_decision=self._deciding.forget,
         )
         self.activations = ActivationSlots(parts.residency.transfers, store)
         """Slots of offloaded activations that no plan moves."""
@@ -159,7 +166,7 @@ class Engine:
         """End the pass after the root module's forward failed, and release everything."""
         self.passes.abort_forward()
         self.finish_pass()
-        self.passes.stop_counting()
+        self.passes.nonmodel.stop()
 
     # Passes.
 
@@ -190,7 +197,7 @@ class Engine:
         if self.store.stays_with_process:
             self.store.check_process()
         passes = self.passes
-        if passes.recording is not None or passes.counting or self.residency.exposed.bounds:
+        if passes.recording is not None or passes.nonmodel.counting or self.residency.exposed.bounds:
             if passes.threads.inside or passes.threads.backward:
                 passes.threads.check("a step, or a use of states or gradients,")
             passes.finish()
@@ -217,7 +224,7 @@ class Engine:
 
     def holds_gradients(self) -> bool:
         """Return True if any gradient waits for the step, or was stepped within backward already."""
-        if self.stepping.groups:
+        if self.stepping.groups or self.gradients.left_over:
             return True
         for record in self.records:  # noqa: SIM110 - `any` of a generator is a call for each parameter
             if record.gradient is not GradientPlace.NONE:
@@ -272,9 +279,7 @@ class Engine:
         if self.stepping.groups:
             self.stepping.check_step(settings, max_norm)
         decision = self._decide_and_step(settings, max_norm, loss_scale)
-        if (
-            self.gradients.sums.unplanned or self.together is not None
-        ):  # several ranks promote shards into the freed memory
+        if self.gradients.sums.unplanned or self.together is not None:  # other ranks ask for the new weights
             self.updater.free_sums()
         self.counters.stepped(skipped=decision.skip)
         if self.residency.exposed.bounds:

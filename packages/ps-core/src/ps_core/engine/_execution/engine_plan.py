@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._layout import Group, Layout
 from ps_core._plan import Instr, Plan, Queue, Release, Run, Segment
 from ps_core._planner.search import Planned
-from ps_core._program import Extent, Kind, Program, SegmentName
+from ps_core._program import Program
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
 from ps_core.engine._devices.disk.queues import DISK_QUEUES
@@ -34,6 +35,7 @@ def lay_groups(groups: list[ParamGroup], records: list[ParamState], trace: Trace
             shard_numel=group.shard_numel,
             trainable=group.trainable,
             common=group.common is not None,
+            fp32=group.weight is Kind.P32,
         )
         for number, group in enumerate(order)
     )
@@ -127,9 +129,9 @@ class EnginePlan:
         return self.program.iteration()[:-1]
 
     @cached_property
-    def overwrites(self) -> bool:
-        """Return True if gradients are written over the weights."""
-        return self.program.overwrites
+    def overwritten(self) -> frozenset[ParamGroup]:
+        """Return the groups whose gradients are written over their weights."""
+        return frozenset(group for number, group in enumerate(self.order) if self.program.overwritten(number))
 
     @cached_property
     def stepped(self) -> set[ParamGroup]:

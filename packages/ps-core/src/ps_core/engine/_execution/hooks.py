@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from operator import is_
@@ -16,24 +15,18 @@ from torch.utils.hooks import RemovableHandle
 from ps_core._errors import InvalidInput, UnsupportedParameter
 from ps_core.engine._execution.compiled_blocks import OPTIMIZED_MODULE, CompiledBlocks
 from ps_core.engine._execution.driver_protocols import Scheduler
+from ps_core.engine._execution.end_management import ModelLifetime, return_parameters
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.parameter_access import accept_gradient
 from ps_core.engine._execution.parameters_added_later import take_in, train_frozen
 from ps_core.engine._execution.pass_threads import FORWARD
 from ps_core.engine._execution.state_dict import StateDictHooks, no_copies
-from ps_core.engine._parameters.errors import changed_in_place
 from ps_core.engine._parameters.grouping import FLOATS, Grouping
-from ps_core.engine._parameters.managed_parameter import (
-    ManagedParameter,
-    accept_changes,
-    is_ordinary_for_a_block,
-    plain_value,
-    unmanage,
-)
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, is_ordinary_for_a_block
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.saved_tensors import recomputing
 from ps_core.engine._parameters.unmanaged import move_unmanaged
-from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing, uninstall
+from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing
 from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, ModuleCallWrapper
 
 
@@ -72,8 +65,7 @@ class ModelHooks:
         """The parameters that `_look_at` found the last time."""
         self._frozen: list[ParamState] = []
         """Managed parameters that do not require gradients, so that they have no hook."""
-        self._owners: set[int] = set()
-        """Modules with managed parameters that are watched, by id."""
+        self._lifetime = ModelLifetime(model, engine)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -95,7 +87,7 @@ class ModelHooks:
                 hang(_first_hook(record.parameter, accept_gradient))
             else:
                 self._frozen.append(record)
-        self._watch(model)
+        self._lifetime.watch(model)
 
     @property
     def shared(self) -> tuple[object, ...]:
@@ -116,40 +108,6 @@ class ModelHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    @defer_interrupts_installing
-    def _watch(self, model: nn.Module) -> None:
-        """Watch for the end of modules that have managed parameters."""
-        for module in model.modules():
-            managed = any(isinstance(parameter, ManagedParameter) for parameter in module._parameters.values())
-            if managed and id(module) not in self._owners:
-                self._owners.add(id(module))
-                weakref.finalize(module, self._owner_died, id(module)).atexit = False
-
-    def _owner_died(self, owner: int) -> None:
-        """Note that a module with managed parameters was freed; with the last one, release the engine's memory."""
-        self._owners.discard(owner)
-        model = self._model()
-        if not self._owners and model is not None:
-            self._watch(model)  # others may have taken the parameters over
-        if not self._owners and not self.engine.usability.released:
-            forked = self.engine.store.forked  # then the tiers are the parent's
-            self.engine.usability.mark_released()
-            self.engine.residency.exposed.clear()
-            if not forked:
-                self.engine.store.end_work()
-            for group in self.engine.groups:
-                for record in group.tensors:
-                    record.mark_discarded()
-                    accept_changes(record)
-                    self.engine.residency.unbind(record)
-                if not forked:
-                    self.engine.residency.release_chunks(group)
-            self.engine.passes.stop_counting()  # the last backward pass may have left its mode on
-            if self.engine.passes.recording is not None:
-                uninstall()
-            if not forked:
-                self.engine.store.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise no_copies(self._first, self.name)
@@ -230,11 +188,16 @@ class ModelHooks:
         owner_ids, parameters, has_compiled = _look_at(model)
         if (owner_ids == self._owner_ids and all(map(is_, parameters, self._parameters))) or not between:
             return has_compiled
-        self._watch(model)
+        self._lifetime.watch(model)
         if any(type(parameter) is nn.Parameter and parameter.is_floating_point() for parameter in parameters):
             self._take_in(model)
         self._owner_ids, self._parameters = owner_ids, parameters
         return has_compiled
+
+    def train_unfrozen(self) -> None:
+        """Begin to train the parameters that were unfrozen since the last pass, if there are any."""
+        if any(record.parameter.requires_grad for record in self._frozen):
+            self._train_frozen()
 
     @defer_interrupts_installing
     def _train_frozen(self) -> None:
@@ -260,46 +223,14 @@ class ModelHooks:
         move_unmanaged(model, engine.store.device.torch_device)
         self.state_dict_hooks.remove()
         self.state_dict_hooks.install()
-        self._watch(model)
+        self._lifetime.watch(model)
 
     # The end.
 
     @defer_interrupts_installing
     def release(self) -> None:
         """Return plain parameters on the CPU, in the computed type: other tiers may have too little memory."""
-        engine = self.engine
-        if torch._C._current_graph_task_id() != -1:
-            raise InvalidInput("release(model) inside a backward pass: call it after backward has returned")
-        engine.usability.check_not_materialized("release(model)")
-        worker = engine.store.device.worker
-        failure = None if worker is None else worker.forget_failure()
-        read = engine.read if failure is None else engine.read_master
-        engine.saved.pop_to(0)  # whatever an interrupt left
-        engine.finish_pass()
-        engine.stepping.end()
-        engine.discard_gradients()
-        engine.residency.exposed.check()
-        for record in dict.fromkeys(engine.residency.pop_tampered()):
-            lost = changed_in_place(record.name)
-            warnings.warn(f"release(model) goes without what was written: {lost}", stacklevel=4)
-        engine.usability.mark_released()
-        self.remove()
-        for group in engine.groups:
-            for record in group.tensors:
-                value = plain_value(record, read)
-                engine.residency.unbind(record)
-                unmanage(record.parameter, value)
-            engine.residency.release_chunks(group)
-        model = self._model()
-        if model is not None:
-            move_unmanaged(model, torch.device("cpu"))
-        engine.store.close()
-        if failure is not None:
-            warnings.warn(
-                "release(model) after work of the processor failed: parameters are a mixture of old and new, so load a "
-                f"checkpoint; it failed with {type(failure).__name__}: {failure}",
-                stacklevel=4,
-            )
+        return_parameters(self.engine, self._model(), self.remove)
 
 
 def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:

@@ -130,7 +130,7 @@ def _table_of(weight: Tensor) -> _Table | None:
         assert isinstance(owner, Engine), "every owner is an Engine"
         return _Managed(owner, weight._record) if weight._record.group.on_host else None
     kind: type[Any] = type(weight)  # a fake pass changes classes
-    return _TracedTable(weight) if kind is FakeParameter and getattr(weight, "_away", False) else None
+    return _TracedTable(weight) if kind is FakeParameter and getattr(weight, "_on_host", False) else None
 
 
 class _Lookup(Function):

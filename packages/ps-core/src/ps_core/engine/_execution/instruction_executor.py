@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import Kind
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -28,7 +29,6 @@ from ps_core._plan import (
     Shift,
     Step,
 )
-from ps_core._program import Kind
 from ps_core.engine._devices.device import WorkEvent
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.lent_home_slots import restore_lent_homes
@@ -277,9 +277,9 @@ class InstructionExecutor:
 
     def _norm(self, instr: Instr, op: Norm) -> None:
         group, slot = self._plan.order[op.group], self._slots[op.slot]
-        overwrites = self._plan.overwrites
-        flat = slot.flat(group.dtype if overwrites else torch.float32, group.shard_numel)
-        wanted = GradientPlace.IN_WEIGHT_SLOT if overwrites else GradientPlace.IN_ACCUMULATOR
+        over = group in self._plan.overwritten
+        flat = slot.flat(group.dtype if over else torch.float32, group.shard_numel)
+        wanted = GradientPlace.IN_WEIGHT_SLOT if over else GradientPlace.IN_ACCUMULATOR
         rows = [record for record in group.tensors if record.gradient is wanted and record.norm_part is None]
         launch = None if self._store.synchronous else partial(self._launch, instr.queue, (slot,))
         self._gradients.measure_all(rows, flat, launch)
@@ -299,7 +299,9 @@ class InstructionExecutor:
         kinds, slots = self._plan.step_kinds[op.group], {}
         for kind, number in zip(kinds, op.slots, strict=True):
             slot = slots[kind] = self._slots[number]
-            if slot.version != group.chunks[kind].version and (kind is not group.weight or self._plan.overwrites):
+            if slot.version != group.chunks[kind].version and (
+                kind is not group.weight or group in self._plan.overwritten
+            ):
                 raise PlanMismatch(f"the step of {group.name} finds an older {kind.value}")
         launch = partial(self._launch, instr.queue, slots.values())
         step_group(group, slots, settings_of, self._factor, launch, finite=early)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from ps_core._extents import Kind
 from ps_core._plan import Held
-from ps_core._program import Kind
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._parameters.state_transitions import GradientPlace

@@ -96,6 +96,6 @@ def move(engine: Engine, chunk: Chunk, tier: int, offset: int = -1) -> None:
 def spill_outside_tiers(engine: Engine, chunk: Chunk) -> None:
     """Move an extent to host memory outside every tier's budget, so that other home slots can be moved."""
     old = chunk.home
-    memory = old.in_host_memory() if old.place is None else engine.residency.contents(chunk)
+    memory = old.in_host_memory() if old.place is None else engine.residency.own_bytes(chunk)
     target = Slot(engine.store.work_tier(old.tier), -1, 0, memory, chunk.extent, old.version)
     engine.residency.transfers.release_slot(chunk.rehome(target))

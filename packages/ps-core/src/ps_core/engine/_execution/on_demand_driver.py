@@ -22,6 +22,7 @@ class OnDemandDriver:
 
     tracked = True
     """True: non-model bytes have to be counted while this drives."""
+    follows_plan = False
 
     def __init__(self, residency: Residency, gradients: GradientStore) -> None:
         self._residency = residency
@@ -31,12 +32,6 @@ class OnDemandDriver:
         """Groups with a copy on the compute tier, least recently used first."""
         self.highest_nonmodel_bytes: int | None = None
         """The peak of the next passes; None: not known yet."""
-        self.training = True
-        """True if a backward pass will follow in the present pass."""
-
-    def begin_pass(self, *, training: bool) -> None:
-        """Note whether a backward pass will follow in the pass that begins."""
-        self.training = training
 
     def expect(self, nonmodel_bytes: int | None) -> None:
         """Store the most non-model bytes of the next passes; None: not known."""

@@ -5,7 +5,7 @@ Every use of a managed parameter in forward and backward comes through here; see
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,9 +36,12 @@ class ParameterAccess:
         records: list[ParamState],
         deciding: StepDecisions,
         usability: Usability,
+        train_unfrozen: Callable[[], None],
     ) -> None:
+        """Make the access; ``train_unfrozen`` begins to train what was unfrozen since `chunked`."""
         self._passes, self._records, self._deciding, self._usability = passes, records, deciding, usability
         self._residency, self._gradients, self._stepping = parts.residency, parts.gradients, parts.stepping
+        self._train_unfrozen = train_unfrozen
         self._resident = parts.residency.store.resident
         """True if nothing ever moves."""
         self.saved = SavedTensors(self, self._residency.owners, passes.count)
@@ -55,6 +58,8 @@ class ParameterAccess:
 
     def call(self, records: list[ParamState], function: Function, args: Any, kwargs: Any) -> Any:
         """Fetch these parameters, and call the function."""
+        if self._passes.outside and torch.is_grad_enabled() and function not in OPENING:
+            self._look_for_unfrozen(records)
         self.touch(records)
         if self._stepping.groups:
             self._stepping.check_use(records, opening=function in OPENING)
@@ -73,6 +78,13 @@ class ParameterAccess:
                 return result
         self.check_unchanged(records)
         return result
+
+    def _look_for_unfrozen(self, records: list[ParamState]) -> None:
+        """Train what was unfrozen, where parts of the model are called and not the model, which looks by itself."""
+        for record in records:
+            if not record.trainable and record.parameter.requires_grad and torch._C._current_graph_task_id() == -1:
+                self._train_unfrozen()
+                return
 
     def _call_with_hooks(self, function: Function, args: Any, kwargs: Any) -> Any:
         """Call a function under the engine's saved-tensor hooks; another active pair gets aliases that stay valid."""
@@ -154,7 +166,7 @@ class ParameterAccess:
             ):
                 self._bind(records)
                 break
-        if passes.counting and passes.current is not None:
+        if passes.nonmodel.counting and passes.current is not None:
             for record in records:
                 passes.current.touched[record.index] = None
 

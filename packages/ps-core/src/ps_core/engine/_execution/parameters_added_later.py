@@ -46,6 +46,7 @@ def train_frozen(engine: Engine, records: Iterable[ParamState], *, accumulates: 
     engine.passes.scheduler.forget_plan()
     for group in dict.fromkeys(record.group for record in chosen):
         _cut(engine, group, [record for record in group.tensors if record in chosen], accumulates=accumulates)
+    engine.residency.end_change()
 
 
 @defer_interrupts_installing
@@ -78,6 +79,7 @@ def take_in(
     engine.groups.extend(groups)
     engine.passes.add_records(records)
     copy_in_values(grouping.records, values, engine)
+    engine.residency.end_change()
     return records
 
 

@@ -6,7 +6,6 @@ belong to it. Between passes every chunk is in its home slot, except copies with
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from ps_core._errors import DoesNotFit
 from ps_core.engine._execution.build_components import Components
 from ps_core.engine._execution.driver_protocols import PassDriver, Scheduler
 from ps_core.engine._execution.instruction_executor import Diverged
+from ps_core.engine._execution.nonmodel_memory import NonModelMemory
 from ps_core.engine._execution.pass_threads import FORWARD, PassThreads
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._parameters.errors import (
@@ -58,16 +58,13 @@ class PassTracker:
         self._store, self._groups, self._records = parts.residency.store, parts.residency.groups, records
         self._record_of = {record.index: record for record in records}
         self._counters = counters
-        self._constant_bytes = constant_bytes
         self._resident = self._store.resident
         self._task = -1
         """Autograd's number of the running backward pass."""
         self.threads = PassThreads()
         self._around = -1
         """The backward pass in which the present pass began its forward (in a hook); -1: none."""
-        self.counting = False
-        """True while non-model bytes may be counted: they cannot be stopped everywhere, see `stop_counting`."""
-        self.nonmodel = self._store.device.nonmodel_bytes()
+        self.nonmodel = NonModelMemory(self._store, parts.residency.owners, constant_bytes)
         self.demand = parts.demand
         self.driver: PassDriver = self.demand
         self.scheduler = scheduler
@@ -110,16 +107,9 @@ class PassTracker:
         for record in self._residency.pop_tampered():
             raise changed_in_place(record.name)
 
-    def stop_counting(self) -> None:
-        """Stop counting non-model bytes; `TensorBytesTracker.stop` says when this must be repeated later."""
-        if self.counting:
-            off = self.nonmodel.stop()
-            self.counting = not off or torch._C._current_graph_task_id() != -1
-
     def count(self, tensor: torch.Tensor) -> None:
         """Count a tensor among non-model bytes, although no operator was seen to make it."""
-        watched = self.tracked and self.recording is not None
-        if watched and tensor.untyped_storage()._cdata not in self._residency.owners:
+        if self.tracked and self.recording is not None:
             self.nonmodel.count(tensor)
 
     # The root module's forward.
@@ -215,7 +205,7 @@ class PassTracker:
         self.current = moment
         self.moment += 1
         with torch.no_grad():
-            if self.counting:
+            if self.nonmodel.counting:
                 with self.nonmodel.paused():
                     self._drive(records, gains, moment.name)
             else:
@@ -270,7 +260,6 @@ class PassTracker:
                     self.demand.adopt(self._groups)
                     if self.recording is not None:
                         self.recording.regular = False
-                self.counting = True
                 self.nonmodel.start()
 
     def _close_moment(self, *, strict: bool = True) -> list[ParamState]:
@@ -292,7 +281,7 @@ class PassTracker:
         if self.observer is not None and self.recording is not None:
             self.observer(moment, len(self.recording.moments) == 1)
         held: list[ParamState] = []
-        if not self.counting:
+        if not self.nonmodel.counting:
             return held  # the pass is not recorded
         groups = dict.fromkeys(moment.reads)
         for index in moment.held:
@@ -305,7 +294,7 @@ class PassTracker:
 
     def _check_budget(self, moment: MomentRecord, *, strict: bool) -> None:
         """Measure how much of the compute tier a moment took; if that is too much, leave the plan or raise."""
-        needed = self._measure_nonmodel(moment)
+        needed = self.nonmodel.measure(moment, planned=isinstance(self.driver, PlanDriver))
         over = needed - self._store.tiers[0].capacity_bytes
         if strict and over > 0 and self.driver.free_optional_bytes(over) < over:
             if not isinstance(self.driver, PlanDriver):
@@ -313,18 +302,6 @@ class PassTracker:
             if self.recording is not None:
                 self.recording.overrun = True
             self.diverge(Diverged(f"{moment.name} takes more than was planned"))
-
-    def _measure_nonmodel(self, moment: MomentRecord) -> int:
-        """Record the moment's peak of non-model bytes; return the most that it took of the compute tier."""
-        peak = self.nonmodel.take_peak()
-        moment.nonmodel_bytes = max(moment.nonmodel_bytes, peak)
-        store = self._store
-        store.ledger.end_moment(peak + self._constant_bytes, backward=moment.backward)
-        needed = (
-            store.held_bytes if isinstance(self.driver, PlanDriver) else store.ledger.used_bytes[0]
-        ) + store.ledger.nonmodel_bytes
-        store.ledger.set_nonmodel(self.nonmodel.current_bytes + self._constant_bytes)
-        return needed
 
     def _too_large(self, moment: MomentRecord, needed: int) -> DoesNotFit:
         if self._resident:
@@ -340,13 +317,10 @@ class PassTracker:
         for record in self._residency.pop_tampered() if self._residency.tampered else ():
             raise changed_in_place(record.name)
         install()
-        self._store.ledger.note_left_over(0)
-        if self.broke_off and self.nonmodel.current_bytes:
-            _free_broken_pass()
-            self._store.ledger.note_left_over(self.nonmodel.current_bytes)
+        self._store.ledger.note_left_over(self.nonmodel.free_broken_pass() if self.broke_off else 0)
         training = backward or torch.is_grad_enabled()
         self.recording, self.followed = PassRecording(regular=not backward, training=training), False
-        self.driver = self.demand if backward and not self._resident else self.scheduler.driver_for_pass(training)
+        self.driver = self.scheduler.driver_for_pass(training, backward=backward)
         self.current = None
         if self._resident:
             self.current = MomentRecord(False, (), (), name="a pass")
@@ -354,9 +328,7 @@ class PassTracker:
             if self._counters.recorder is not None:
                 self._counters.recorder.begin_moment(self.current.name)
         if self.tracked:
-            self.counting = True
-            self.nonmodel.start()
-            self.nonmodel.take_peak()
+            self.nonmodel.start_pass()
 
     @defer_interrupts
     def _backward_done(self) -> None:
@@ -386,7 +358,7 @@ class PassTracker:
             self._residency.exposed.check(ended=True)
         recording = self.recording
         if recording is None:
-            self.stop_counting()
+            self.nonmodel.stop()
             return
         self._close_moment(strict=strict)  # if that raises, the pass is still open
         self.broke_off = not strict and (
@@ -398,12 +370,13 @@ class PassTracker:
         try:
             self._return_chunks_home(recording)
         finally:
-            self.stop_counting()
+            if self.nonmodel.counting:
+                self.nonmodel.stop()
             self._counters.enter_phase("")
             uninstall()
         self._store.ledger.set_nonmodel(0)
         recording.regular = recording.regular and not _has_saved(self._records)
-        self._counters.passed(replayed=self.driver is not self.demand)
+        self._counters.passed(replayed=self.driver.follows_plan)
         self.gradient_passes += recording.training and any(map(_GRADS, recording.moments))
         if self.tracked or self.broke_off:  # else the recording has no new figures
             self.scheduler.observe(recording)
@@ -432,19 +405,6 @@ def _has_saved(records: list[ParamState]) -> bool:
         if sys.getrefcount(record.saved_token) > record.saved_token_uses:
             return True
     return False
-
-
-def _free_broken_pass() -> None:
-    """Free the activations that an exception left alive, if no object of the user's holds them.
-
-    A backward pass that raised leaves nodes in autograd's queue of this thread, and with them their graph. The thread's
-    next backward pass frees them, so run one. An exception's frames may refer to one another until they are collected.
-    """
-    if torch._C._current_graph_task_id() == -1:
-        with torch.inference_mode(False), torch.enable_grad():
-            leaf = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
-            torch.autograd.grad(leaf.clone(), leaf)
-    gc.collect()
 
 
 def moving(records: list[ParamState]) -> list[ParamState]:

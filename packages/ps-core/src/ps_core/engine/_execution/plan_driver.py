@@ -10,8 +10,8 @@ import time
 from functools import partial
 from typing import Any
 
+from ps_core._extents import SegmentName
 from ps_core._plan import Instr, Queue, Reserve
-from ps_core._program import SegmentName
 from ps_core.engine._devices.device import Event, Worker
 from ps_core.engine._devices.disk.queues import DISK_QUEUES, DiskEvent
 from ps_core.engine._execution.driver_protocols import PassDriver
@@ -30,6 +30,8 @@ from ps_core.engine._support.counters import Counters
 
 class PlanDriver:
     """Drive one pass, or one step, by one segment of a plan."""
+
+    follows_plan = True
 
     def __init__(
         self,
@@ -195,13 +197,16 @@ class PlanDriver:
 
     def _wait_for_others(self, instr: Instr) -> None:
         """Make the instruction's queue wait for the instructions on other queues that it depends on."""
+        self._wait(instr.queue, [self._events[wait] for wait in self._waits[instr.id]])
+
+    def _wait(self, queue: Queue, events: list[Event]) -> None:
+        """Make a queue wait for events of other queues."""
         started = time.perf_counter()
-        events = [self._events[wait] for wait in self._waits[instr.id]]
         for event in events:
-            if self._worker is not None and instr.queue is Queue.CPU:
+            if self._worker is not None and queue is Queue.CPU:
                 self._worker.wait(event)
             else:
-                self._device.wait(instr.queue, event)
+                self._device.wait(queue, event)
         self._counters.waited(time.perf_counter() - started)
 
     def _wait_for_worker(self, instr: Instr) -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from ps_core._errors import DoesNotFit
+from ps_core._extents import SegmentName
 from ps_core._options import Options
 from ps_core._plan import Plan
 from ps_core._planner.search import Planned, Setup
-from ps_core._program import SegmentName
 from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
@@ -142,9 +142,14 @@ class PlanScheduler:
         if not self._setup.training:
             self.maybe_replan()
         elif not (self._tried or self._engine.resident) and torch.is_grad_enabled():
-            if not self._engine.management.has_compiled_blocks:  # their moments are only known once they have run
+            if self._may_estimate:
                 self._foresee(module, args, kwargs)
             self._tried = True  # only now: after an interrupt the next call tries again
+
+    @property
+    def _may_estimate(self) -> bool:
+        """Return False if blocks are compiled: their moments are only known once they have run."""
+        return not self._engine.management.has_compiled_blocks
 
     def _batch_of(self, args: Any, kwargs: Any) -> BatchShape:
         """Return the shape of a call's arguments; usually they are as in the call before."""
@@ -181,15 +186,8 @@ class PlanScheduler:
 
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plan the first pass from a fake one, where the model allows that; otherwise it runs on demand."""
-        engine = self._engine
-        say_if_debugging(f"{self._model_name}: tracing the first pass with fake tensors")
-        try:
-            recording = estimate_first_pass(
-                module, args, kwargs, records=engine.records, cast=self._cast, shared=engine.management.shared
-            )
-        except NotForeseen as why:
-            tell = say_if_debugging if isinstance(why, ReturnsNoLoss) else log_line
-            tell(f"{self._model_name}: not foreseen ({why}): the first pass runs on demand and is recorded")
+        engine, recording = self._engine, self._estimate(module, args, kwargs)
+        if recording is None:
             return
         try:
             assert self._batch is not None, "the pass is the root module's"
@@ -199,9 +197,24 @@ class PlanScheduler:
                 engine.store.ledger.note_foreseen(error.needed_bytes)
             log_line(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
 
-    def driver_for_pass(self, training: bool) -> PassDriver:
+    def _estimate(self, module: nn.Module, args: Any, kwargs: Any) -> PassRecording | None:
+        """Return the first pass as fake tensors foresee it; None: they cannot."""
+        engine = self._engine
+        say_if_debugging(f"{self._model_name}: tracing the first pass with fake tensors")
+        try:
+            return estimate_first_pass(
+                module, args, kwargs, records=engine.records, cast=self._cast, shared=engine.management.shared
+            )
+        except NotForeseen as why:
+            tell = say_if_debugging if isinstance(why, ReturnsNoLoss) else self._say
+            tell(f"{self._model_name}: not foreseen ({why}): the first pass runs on demand and is recorded")
+        return None
+
+    def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
         """Choose the plan's driver where the plan serves the pass, else the on-demand driver."""
         engine, plan = self._engine, self._plan
+        if backward and not engine.resident:
+            return engine.passes.demand
         self._served, self._batch = self._batch, None
         if engine.resident:
             return ResidentDriver(tracked=not (self._measured and self._planned_for.covers(self._served)))
@@ -313,7 +326,7 @@ class PlanScheduler:
             return
         if recording.overrun or (self._estimated and recording.training and self._is_wrong(recording)):
             self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
-        if not self._engine.passes.tracked or not recording.complete:
+        if not self._engine.passes.tracked or self._engine.passes.broke_off or not recording.complete:
             return
         if recording.training is not self._setup.training:
             peak = recording.peak_nonmodel_bytes + self._engine.constant_bytes
@@ -356,13 +369,14 @@ class PlanScheduler:
         return True
 
     def _fits_step(self, plan: EnginePlan) -> bool:
-        wanted = GradientPlace.IN_WEIGHT_SLOT if plan.overwrites else GradientPlace.IN_ACCUMULATOR
         stepped = plan.stepped
         for group in self._engine.groups:
             if group.fixed_tier is not None:
                 continue
             if 0 in group.weight_chunk.copies:
                 return False
+            over = group in plan.overwritten
+            wanted = GradientPlace.IN_WEIGHT_SLOT if over else GradientPlace.IN_ACCUMULATOR
             for record in group.tensors:
                 known = (GradientPlace.NONE, wanted) if group in stepped else (GradientPlace.NONE,)
                 if record.gradient not in known:

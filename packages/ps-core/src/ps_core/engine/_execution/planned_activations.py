@@ -103,7 +103,7 @@ class PlannedActivations:
 
     @property
     def slots(self) -> list[Slot]:
-        """The slots that have an activation's bytes."""
+        """Return the slots that have an activation's bytes."""
         return list(self._name_of)
 
     def abandon(self) -> set[Slot]:

@@ -19,8 +19,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ps_core._errors import PlanMismatch
+from ps_core._extents import SegmentName
 from ps_core._plan import Instr, Queue, Run, Step
-from ps_core._program import SegmentName
 from ps_core.engine._parameters.param_state import ParamGroup
 
 

@@ -18,8 +18,8 @@ import torch
 
 import ps_kernels
 from ps_core._errors import UnsupportedParameter
+from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._program import Kind
 from ps_core.engine._gradients.gradient_sums import GradientSums, Launch, flatten, measured
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
@@ -49,6 +49,8 @@ class GradientStore:
         self._store = residency.store
         self._overwrites = overwrites
         self._one_tier = residency.store.resident
+        self.left_over: dict[tuple[int, ParamState], Slot] = {}
+        """Gradients that no sum over ranks takes before the step, in host memory; by the pass since the last step."""
         self.pending: dict[ParamState, None] = {}
         """Parameters whose gradients are to overwrite their weights later; some may have moved since."""
         self.sums = GradientSums(residency, self._tier_of_sums)

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 
 import ps_kernels
+from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._program import Kind
 from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency

@@ -117,7 +117,10 @@ class Scaler:
     def update(self, new_scale: object = None) -> None:
         """Do nothing: the step has adapted the scale."""
         if new_scale is not None:
-            raise InvalidInput("update(new_scale=...): the scale is set by load_state_dict({'scale': ..., ...})")
+            raise InvalidInput(
+                "update(new_scale=...): expected None, as each step adapts the scale; to set it, call "
+                "scaler.load_state_dict({**scaler.state_dict(), 'scale': new_scale})"
+            )
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state in ``GradScaler``'s format; the optimizer's state dict has it too."""

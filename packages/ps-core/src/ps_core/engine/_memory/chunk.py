@@ -3,9 +3,9 @@
 [Note: versions]
 A chunk's *version* grows with every change of its bytes, on any tier. A slot remembers the version that it was filled
 with. A slot whose version is its chunk's holds the current bytes, and nothing is read from any other slot. At least one
-slot is current at all times. The methods of `Chunk` keep that, and raise `PlanMismatch` without a change where they
-could not. There are two exceptions. A gathered chunk is put together from the shards of all ranks, so its copies may
-all go. A gradient sum is not read before its first gradient or after its step.
+slot is current at all times. The methods of `Chunk` keep that, and raise `IllegalTransition` without a change where
+they could not. There are two exceptions. A gathered chunk is put together from the shards of all ranks, so its copies
+may all go. A gradient sum is not read before its first gradient or after its step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ps_core._errors import PlanMismatch
-from ps_core._program import Extent
+from ps_core._errors import IllegalTransition, PlanMismatch
+from ps_core._extents import Extent
 from ps_core.engine._devices.device import WorkEvent
 from ps_core.engine._devices.disk.file import FileExtent
 
@@ -146,14 +146,14 @@ class Chunk:
         self.copies[slot.tier] = slot
         if old is not None and old.version == self.version and not self._keeps_bytes:
             self.copies[slot.tier] = old
-            raise self._lost("replaced")
+            raise self._illegal("add_copy", old)
 
     def drop_copy(self, tier: int, *, needed: bool = True) -> Slot | None:
         """Unregister the copy on a tier and return its slot; ``needed``: some slot must stay current."""
         slot = self.copies.pop(tier, None)
         if needed and slot is not None and slot.version == self.version != self.home.version and not self._keeps_bytes:
             self.copies[tier] = slot
-            raise self._lost("dropped")
+            raise self._illegal("drop_copy", slot)
         return slot
 
     def rehome(self, slot: Slot) -> Slot:
@@ -166,7 +166,7 @@ class Chunk:
             self.home = old
             if copy is slot:
                 self.copies[slot.tier] = slot
-            raise self._lost("given up as home slot")
+            raise self._illegal("rehome", old)
         return old
 
     def invalidate(self, slot: Slot) -> None:
@@ -174,7 +174,7 @@ class Chunk:
         version, slot.version = slot.version, -1
         if version == self.version and not self._keeps_bytes:
             slot.version = version
-            raise self._lost("invalidated")
+            raise self._illegal("invalidate", slot)
 
     def invalidate_gathered(self) -> None:
         """Note that a shard was changed: no copy of this gathered chunk is current."""
@@ -185,9 +185,14 @@ class Chunk:
     def _keeps_bytes(self) -> bool:
         return self.gathered or self.has_current_copy
 
-    def _lost(self, what: str) -> PlanMismatch:
-        kind, index = self.extent.kind.value, self.extent.index
-        return PlanMismatch(f"the only current copy of {kind} of group {index} would be {what}: copy the bytes first")
+    def _illegal(self, event: str, only: Slot) -> IllegalTransition:
+        """Return the error for a change after which no slot would be current; ``only`` is the one that is."""
+        return IllegalTransition(
+            subject=f"{self.extent.kind.value} of group {self.extent.index}",
+            state=f"(the only current copy is on tier {only.tier})",
+            event=event,
+            expected=("fill another slot and register it",),
+        )
 
     # Questions.
 

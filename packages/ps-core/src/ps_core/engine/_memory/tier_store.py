@@ -6,15 +6,14 @@ The compute tier is one block of memory, an `Arena`, in which every slot has a r
 from __future__ import annotations
 
 import os
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
 from operator import attrgetter
 
 import torch
 
+from ps_core._address_ranges import Span, lowest
 from ps_core._errors import DoesNotFit, InvalidInput, PlanMismatch
 from ps_core._plan import Queue, Tier, link
-from ps_core._planner.held_slots import Span, lowest
 from ps_core.engine._devices.device import Device, WorkEvent
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.queues import DISK_QUEUES
@@ -213,12 +212,6 @@ class TierStore:
         """Return the bytes of the compute tier that nothing else can use: a whole arena, if it keeps its memory."""
         return self.ledger.used_bytes[0] if not self.arena.exists or self.device.overcommits else self.arena.taken_bytes
 
-    def fits_slots(self, sizes: list[int]) -> bool:
-        """Return True if the compute tier has room for slots of these sizes, reserved one after the other."""
-        if not self.arena.exists:
-            return sum(sizes) <= self.free_bytes(0) + self.spare.bytes
-        return self.arena.fits_all(sizes)
-
     @property
     def forked(self) -> bool:
         """Return True in a forked copy of a process to which the tiers belong: leave them alone."""
@@ -319,25 +312,6 @@ class Arena:
         """Return the lowest address with so many free bytes, all below ``end``; None: there is none."""
         start = lowest(self._spans(), size)
         return start if start + size <= (self._capacity_bytes if end is None else end) else None
-
-    def highest_free(self, size: int) -> int | None:
-        """Return the highest address with so many free bytes; None: there is none."""
-        end = self._capacity_bytes
-        for slot in reversed(self._slots):
-            if end - slot.offset - slot.bytes >= size:
-                break
-            end = min(end, slot.offset)
-        return end - size if end >= size else None
-
-    def fits_all(self, sizes: Iterable[int]) -> bool:
-        """Return True if slots of these sizes can be reserved one after the other."""
-        spans = self._spans()
-        for size in sizes:
-            start = lowest(spans, size)
-            if start + size > self._capacity_bytes:
-                return False
-            insort(spans, (start, start + size))
-        return True
 
     def _spans(self) -> list[Span]:
         return [(slot.offset, slot.offset + slot.bytes) for slot in self._slots]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from ps_core._program import STATES, Kind
+from ps_core._extents import STATES, Kind
 from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, GradientStore, concatenate
 from ps_core.engine._gradients.gradient_sums import Launch, measured
 from ps_core.engine._memory.chunk import Slot
@@ -73,6 +73,18 @@ def _alike(one: ParamState, other: ParamState, settings_of: SettingsOf) -> bool:
     )
 
 
+class _StepWork(NamedTuple):
+    """The work of one group's step, and what to note of it afterwards."""
+
+    calls: list[Callable[[], object]]
+    stepped: dict[ParamState, Scalars]
+    """The parameters with a gradient, each with its settings' single values after the step."""
+    overtaken: set[ParamState]
+    """Tied parameters that get the value of the one that is stepped."""
+    rebuilt: list[ParamState]
+    """The parameters whose 16-bit weights are made from their masters without a step."""
+
+
 def step_group(
     group: ParamGroup,
     slots: Mapping[Kind, Slot],
@@ -88,14 +100,31 @@ def step_group(
     know that. Work on memory is launched as one piece, before anything is noted of it. ``finite``: that work raises
     before it changes anything if a gradient is not finite.
     """
+    work = _prepare(group, slots, settings_of, factor, finite=finite)
+    overwritten = Kind.P16 if Kind.ACC in slots else None  # else the gradient lies where the weight goes
+    reads, writes = [], []
+    for kind, slot in slots.items():
+        memory = slot.memory
+        if kind is not overwritten:
+            reads.append(memory)
+        if kind is not Kind.ACC:
+            writes.append(memory)
+    launch(f"step of {group.name}", reads, writes, partial(_carry_out, work.calls))
+    _note_done(group, slots, work)
+
+
+def _prepare(
+    group: ParamGroup, slots: Mapping[Kind, Slot], settings_of: SettingsOf, factor: float, *, finite: bool
+) -> _StepWork:
+    """Return the work of a group's step; nothing is changed yet. Arguments are those of `step_group`."""
     numel = group.shard_numel
     master = slots[Kind.P32].flat(torch.float32, numel)
     whole, kept = slice(0, numel), [master]
     for kind in STATES[: group.states]:  # a loop: before Python 3.12 a comprehension is a call for each group
         kept.append(slots[kind].flat(torch.float32, numel))
     weight = slots[group.weight].flat(group.dtype, numel) if group.weight is Kind.P16 else None
-    calls: list[Callable[[], object]] = []
     checks: list[Callable[[], object]] = []
+    calls: list[Callable[[], object]] = []
     stepped: dict[ParamState, Scalars] = {}
     overtaken: set[ParamState] = set()
     for run in _runs(group, settings_of):
@@ -123,27 +152,22 @@ def step_group(
             for other in record.others if record.tied else ():  # as memory that they share would be
                 calls.append(partial(master[other.piece].copy_, master[record.piece]))
                 overtaken.add(other)
-    rebuilt = [
-        record
-        for record in group.tensors
-        if weight is not None
-        and ((record not in stepped and record.contents is not SlotContents.WEIGHT) or record in overtaken)
-    ]
-    calls += [partial(weight[each.piece].copy_, master[each.piece]) for each in rebuilt if weight is not None]
-    overwritten = Kind.P16 if Kind.ACC in slots else None  # else the gradient lies where the weight goes
-    reads, writes = [], []
-    for kind, slot in slots.items():
-        memory = slot.memory
-        if kind is not overwritten:
-            reads.append(memory)
-        if kind is not Kind.ACC:
-            writes.append(memory)
-    launch(f"step of {group.name}", reads, writes, partial(_carry_out, [*checks, *calls]))
-    for record, scalars in stepped.items():
+    rebuilt: list[ParamState] = []
+    for record in group.tensors if weight is not None else ():
+        if (record not in stepped and record.contents is not SlotContents.WEIGHT) or record in overtaken:
+            assert weight is not None, "fp32 weights are their own masters"
+            calls.append(partial(weight[record.piece].copy_, master[record.piece]))
+            rebuilt.append(record)
+    return _StepWork([*checks, *calls], stepped, overtaken, rebuilt)
+
+
+def _note_done(group: ParamGroup, slots: Mapping[Kind, Slot], work: _StepWork) -> None:
+    """Note that the work of a step is launched: in the parameters' states, and in what is the newest of each kind."""
+    for record, scalars in work.stepped.items():
         record.mark_stepped(scalars)
-    for record in overtaken:
+    for record in work.overtaken:
         record.update_count += 1
-    for record in rebuilt:
+    for record in work.rebuilt:
         record.mark_rebuilt()
     for kind, slot in slots.items():  # what was written is the newest of its kind; sums are used up
         if kind is not Kind.ACC:

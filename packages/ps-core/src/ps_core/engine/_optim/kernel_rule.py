@@ -13,8 +13,8 @@ import torch
 
 import ps_kernels
 from ps_core._errors import InvalidInput
+from ps_core._extents import Kind
 from ps_core._options import SGD, Adam, AdamW, Optimizer
-from ps_core._program import Kind
 from ps_core.engine._optim.settings import Progress, Scalars, StatePlace, StepSettings
 from ps_core.engine._optim.torch_stepper import FREE
 
@@ -127,6 +127,10 @@ class KernelRule:
         for key, value in self._fixed.items():
             if key not in FREE and group.get(key, value) != value:
                 raise InvalidInput(f"{where}[{key!r}] is {group[key]!r}; the engine's {self.name} has only {value!r}")
+
+    def add_group(self, group: Mapping[str, Any]) -> None:
+        """Add a param group with these settings."""
+        self.groups.append({name: group[name] for name in self.groups[0]})
 
     def read(self, index: int, group: Mapping[str, Any]) -> StepSettings:
         """Read a param group. Values may be tensors, such as a learning rate that a compiled loop changes."""

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
+from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._program import Kind
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._optim.group_step import SettingsOf, step_group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from operator import attrgetter, is_
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -13,16 +12,16 @@ import torch
 
 from ps_core._errors import InvalidInput
 from ps_core.engine._gradients.loss_scale import LossScale, Scaler
+from ps_core.engine._optim.optimizer_state_dict import LOSS_SCALE, match_groups, pack, unpack
 from ps_core.engine._optim.rules import OptimizerRule, Spec
 from ps_core.engine._optim.settings import OptimizerBackend, Outcome, StatePlace, StepSettings
-from ps_core.engine._optim.state_format import MASTER, StateEntry, StateFormat, on_cpu
+from ps_core.engine._optim.state_format import StateEntry, StateFormat, on_cpu
 from ps_core.engine._optim.state_mapping import OptimizerState
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
 
-MASTERS, LOSS_SCALE = "masters", "loss_scale"
 _PARAMETER = attrgetter("parameter")
 R = TypeVar("R")
 
@@ -52,6 +51,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._source, self._known = records, len(records)
         self._members = _members(rule.spec, records)
         self._groups_of = {record: index for index, rows in enumerate(self._members) for record in rows}
+        self._begun_with = {record for record in records if record.trainable}
+        self._unlisted: list[ParamState] = []
+        self._awaited: dict[int, tuple[torch.Tensor, int]] = {}
+        """Parameters that `add_param_group` was given and the model does not have yet: by id, with their group."""
         self._format = StateFormat(gradients, rule, self._kept, self._places)
         self._state = OptimizerState(self._format, list(self._records()), self._keys, self._replace)
         self._complete = False
@@ -153,18 +156,55 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _take_in(self) -> None:
         """Add parameters that were added to the model to the groups that match them."""
         added, self._known = self._source[self._known :], len(self._source)
+        self._state.add(added)
         for index, found in enumerate(_members(self.rule.spec, added)):
-            group = self.param_groups[index]
-            group["params"] += [record.parameter for record in found]
-            group["param_names"] += [record.name for record in found]
-            self._members[index] += found
-            self._groups_of.update(dict.fromkeys(found, index))
-            self._state.add(found)
+            for record in found:
+                _, chosen = self._awaited.pop(id(record.parameter), (None, index))
+                self._list(record, chosen)
+
+    def _list(self, record: ParamState, index: int) -> None:
+        """Put a parameter into a param group."""
+        self.param_groups[index]["params"].append(record.parameter)
+        self.param_groups[index]["param_names"].append(record.name)
+        self._members[index].append(record)
+        self._groups_of[record] = index
+
+    def _unlist(self, record: ParamState) -> None:
+        """Take a parameter out of its param group; the group's settings stay those of the parameter."""
+        index = self._groups_of[record]
+        place = self._members[index].index(record)
+        for rows in (self.param_groups[index]["params"], self.param_groups[index]["param_names"], self._members[index]):
+            del rows[place]
+
+    def _list_trained(self) -> None:
+        """Put what is trained now into its group; raise `InvalidInput` for gradients that are not the model's."""
+        for record in [each for each in self._unlisted if each.trainable]:
+            self._unlisted.remove(record)
+            self._list(record, self._groups_of[record])
+        if any(parameter.grad is not None for parameter, _ in self._awaited.values()):
+            raise InvalidInput(
+                "add_param_group was given parameters that have gradients and are not the model's: add their module to "
+                "the model, and call the model"
+            )
+
+    def _leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take frozen parameters out of the param groups until they are trained, or `add_param_group` names them."""
+        wanted = set(map(id, parameters))
+        for record in [each for each in self._records() if id(each.parameter) in wanted and not each.trainable]:
+            self._unlist(record)
+            self._unlisted.append(record)
 
     def settings(self) -> Callable[[ParamState], StepSettings]:
         """Return a function that returns a parameter's settings, as the groups have them now."""
         if len(self._source) > self._known:
             self._take_in()
+        if self._unlisted or self._awaited:
+            self._list_trained()
+        if len(self.param_groups) != len(self._members):
+            raise InvalidInput(
+                f"param_groups was assigned {len(self.param_groups)} groups, expected {len(self._members)}: assign as "
+                "many, and add others by add_param_group"
+            )
         found: dict[ParamState, StepSettings] = {}
         for index, (group, members) in enumerate(zip(self.param_groups, self._members, strict=True)):
             self._check_group(index, group, members)
@@ -205,25 +245,17 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             before(self)
         if masters is None and _moved_by_accelerate(sys._getframe(1)) and not self._state:
             masters = False
-        state, groups, index = {}, [], 0
-        for group, members in zip(self.param_groups, self._members, strict=True):
-            packed = self.rule.for_torch({key: value for key, value in group.items() if key != "params"})
-            groups.append({**packed, "params": list(range(index, index + len(members)))})
-            for record in members:
-                if keys := self._keys(record, masters):
-                    state[index] = {key: self._format.read(record, key) for key in keys}
-                index += 1
-        found: dict[str, Any] = {"state": state, "param_groups": groups}
-        alone = {index: entry[MASTER] for index, entry in state.items() if [*entry] == [MASTER]}
-        if alone and not self.rule.starts_from_zeros:
-            found[MASTERS] = alone
-            found["state"] = {index: entry for index, entry in state.items() if index not in alone}
+        found = pack(self.rule, self.param_groups, self._members, lambda record: self._entry(record, masters))
         if self._loss_scale is not None:
-            found[LOSS_SCALE] = groups[0][LOSS_SCALE] = self._loss_scale.state_dict()
+            found[LOSS_SCALE] = found["param_groups"][0][LOSS_SCALE] = self._loss_scale.state_dict()
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, found)
             found = found if changed is None else changed
         return found
+
+    def _entry(self, record: ParamState, masters: bool | None) -> dict[str, Any]:
+        """Copy a parameter's entry of `state_dict` to the CPU."""
+        return {key: self._format.read(record, key) for key in self._keys(record, masters)}
 
     def _keys(self, record: ParamState, masters: bool | None = None) -> tuple[str, ...]:
         """Return the names in a parameter's entry of `state_dict` and `state`."""
@@ -253,14 +285,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             changed = before(self, given)
             given = given if changed is None else changed
         groups = self._match_groups(given["param_groups"])
-        keys = (key for group in given["param_groups"] for key in group["params"])
-        apart = given.get(MASTERS, {})  # an earlier format's
-        entries = {
-            record: self._format.check(
-                record, {**given["state"].get(key, {}), **({"master": apart[key]} if key in apart else {})}
-            )
-            for record, key in zip(self._records(), keys, strict=True)
-        }
+        entries = unpack(given, self._records(), self._format)
         scale = given.get(LOSS_SCALE) or given["param_groups"][0].get(LOSS_SCALE)
         if self._loss_scale is not None and scale:
             self._loss_scale.load_state_dict(scale)
@@ -285,36 +310,43 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         """Return the param groups with the saved numbers; raise `InvalidInput` if the saved groups do not match."""
         if len(self._source) > self._known:
             self._take_in()
-        sizes, found = [len(rows) for rows in self._members], [len(group["params"]) for group in saved]
-        if sizes != found:
-            raise InvalidInput(
-                f"this state has groups of {found} parameters, the optimizer has groups of {sizes}: param_groups[0] "
-                "is what no Group matches, then one for each Group, frozen parameters included"
-            )
-        matched = []
-        for index, (own, theirs) in enumerate(zip(self.param_groups, saved, strict=True)):
-            self.rule.check(f"the state's param_groups[{index}]", theirs)
-            _check_order(index, own["param_names"], theirs.get("param_names"))
-            wanted = [key for key, value in self.rule.groups[index].items() if not isinstance(value, bool | None)]
-            absent = [key for key in wanted if key not in theirs]
-            if absent:
-                raise InvalidInput(f"the state's param_groups[{index}] has no {absent[0]!r}: is it {self.rule.name}'s?")
-            names = {key: own[key] for key in ("params", "param_names", LOSS_SCALE) if key in own}
-            numbers = {key: value for key, value in theirs.items() if key not in names and key != LOSS_SCALE}
-            matched.append({**own, **deepcopy(numbers), **names})
-            self.rule.read(index, matched[-1])
-        return matched
-
-    # ---- what torch's optimizers can do and this cannot ----
+        return match_groups(self.rule, self.param_groups, list(map(len, self._members)), saved)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group while the optimizer is being made; raise `InvalidInput` afterwards."""
-        if self._complete:
-            raise InvalidInput(
-                "add_param_group: memory is laid out for the parameters that chunked() was given; add the parameters "
-                "to the model first, or release(model) and call chunked() again with another Group"
-            )
-        super().add_param_group(param_group)
+        """Add a param group for parameters that were unfrozen, or added to the model, since `chunked`."""
+        if not self._complete:
+            super().add_param_group(param_group)
+            return
+        if len(self._source) > self._known:
+            self._take_in()
+        given = param_group["params"]
+        listed = [given] if isinstance(given, torch.Tensor) else list(given)
+        parameters = [each[1] if isinstance(each, tuple) else each for each in listed]
+        known = {id(record.parameter): record for record in self._groups_of}
+        found = [known[id(each)] for each in parameters if id(each) in known]
+        for record in found:
+            if record in self._begun_with or record.steps:
+                raise InvalidInput(
+                    f"add_param_group: {record.name!r} is trained with param_groups[{self._groups_of[record]}] "
+                    "already; give it parameters that were frozen at chunked() or added since, or release(model) and "
+                    "call chunked() again with another Group"
+                )
+        own = {**self.defaults, **{key: value for key, value in param_group.items() if key != "params"}}
+        index = len(self.param_groups)
+        self.rule.check("add_param_group", own)
+        self.rule.add_group(own)
+        self._members.append([])
+        super().add_param_group({**own, "params": [], "param_names": []})
+        for record in found:
+            if record in self._unlisted:
+                self._unlisted.remove(record)
+            else:
+                self._unlist(record)
+            self._begun_with.add(record)
+            self._list(record, index)
+        self._awaited |= {id(each): (each, index) for each in parameters if id(each) not in known}
+
+    # ---- what torch's optimizers can do and this cannot ----
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidInput(
@@ -344,16 +376,6 @@ def _group(settings: Mapping[str, Any], members: Sequence[ParamState]) -> dict[s
     # Names apart: pairs of name and parameter, which torch takes too, would leave an empty group without names.
     parameters, names = [record.parameter for record in members], [record.name for record in members]
     return {"params": parameters, "param_names": names, **settings}
-
-
-def _check_order(index: int, own: Sequence[str], saved: Sequence[str] | None) -> None:
-    """Refuse the same names in another order: states go by place. Other names may have a wrapper's prefix."""
-    if saved is not None and list(saved) != list(own) and sorted(saved) == sorted(own):
-        place = next(place for place, (one, other) in enumerate(zip(own, saved, strict=True)) if one != other)
-        raise InvalidInput(
-            f"the state's param_groups[{index}] has {saved[place]!r} at place {place}, where this model has "
-            f"{own[place]!r}: states belong to places. Register modules in the order of the model that was saved"
-        )
 
 
 def _check_max_norm(value: object) -> None:

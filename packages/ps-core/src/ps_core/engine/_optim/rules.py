@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from ps_core._extents import Kind
 from ps_core._options import Optimizer, TorchOptimizer
-from ps_core._program import Kind
 from ps_core.engine._optim.kernel_rule import KernelRule
 from ps_core.engine._optim.settings import Progress, Scalars, StatePlace, StepSettings
 from ps_core.engine._optim.torch_rule import TorchRule
@@ -42,7 +42,7 @@ class OptimizerRule(Protocol):
 
     @property
     def whole(self) -> bool:
-        """True if parameters of some group are stepped whole, so that no process may have a part of one."""
+        """Return True if parameters of some group are stepped whole, so that no process may have a part of one."""
         ...
 
     @property
@@ -62,6 +62,10 @@ class OptimizerRule(Protocol):
 
     def check(self, where: str, group: Mapping[str, Any]) -> None:
         """Raise `InvalidInput` if a param group has settings that are not supported."""
+        ...
+
+    def add_group(self, group: Mapping[str, Any]) -> None:
+        """Add a param group after `chunked`; raise `InvalidInput` if its settings imply other states."""
         ...
 
     def check_parameter(self, index: int, name: str, shape: Sequence[int]) -> None:

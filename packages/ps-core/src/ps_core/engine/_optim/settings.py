@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from ps_core._program import STATES, Kind
+from ps_core._extents import STATES, Kind
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
@@ -47,7 +47,7 @@ class StepSettings(Protocol):
 
     @property
     def whole(self) -> bool:
-        """True if each parameter is stepped alone, in its shape: neighbours are not put together."""
+        """Return True if each parameter is stepped alone, in its shape: neighbours are not put together."""
         ...
 
     def step(

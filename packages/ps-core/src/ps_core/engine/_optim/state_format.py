@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ps_core._errors import InvalidInput
-from ps_core._program import STATES, Kind
+from ps_core._extents import STATES, Kind
 from ps_core.engine._optim.rules import OptimizerRule
 from ps_core.engine._optim.settings import OptimizerBackend, Progress, Scalars, StatePlace
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
 
 STEP, MASTER = "step", "master"
+_UNFREEZE = "unfreeze it before chunked(), or call the model once, with gradients enabled, after requires_grad_(True)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,7 @@ class StateFormat:
         master = entry.pop(MASTER, None)
         if not record.trainable:
             if entry.keys() - {STEP}:
-                raise InvalidInput(
-                    f"there is a state for {record.name!r}, which is frozen; unfreeze it before chunked()"
-                )
+                raise InvalidInput(f"there is a state for {record.name!r}, which is frozen: {_UNFREEZE}")
             return StateEntry(0, {}, None)
         if master is not None:
             master = shaped(f"the master of {record.name!r}", master, record.shape)
@@ -132,7 +131,7 @@ class StateFormat:
     def set(self, record: ParamState, key: str, value: Any) -> None:
         """Replace one value of a parameter."""
         if not record.trainable:
-            raise InvalidInput(f"{record.name!r} is frozen and has no state: unfreeze it before chunked()")
+            raise InvalidInput(f"{record.name!r} is frozen and has no state: {_UNFREEZE}")
         numbers, places = self._places(record)
         possible = (*numbers, *places)
         if key == MASTER:

@@ -13,8 +13,8 @@ from weakref import WeakMethod
 import torch
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import Precision
 from ps_core._options import IN_BACKWARD, Options
-from ps_core._program import Precision
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import STATES, Kind
 from ps_core._options import TorchOptimizer
-from ps_core._program import STATES, Kind
 from ps_core.engine._optim.settings import Progress, Scalars, StatePlace
 from ps_core.engine._optim.torch_stepper import FREE, TorchSettings, TorchStepper, kept, plain_value
 
@@ -85,6 +85,15 @@ class TorchRule:
 
     def check(self, where: str, group: Mapping[str, Any]) -> None:
         """Do nothing: PyTorch implements every setting."""
+
+    def add_group(self, group: Mapping[str, Any]) -> None:
+        """Add a param group, whose settings may not imply other states; it has the class of the first one."""
+        self._steppers.append(self._steppers[0])
+        try:
+            self.read(len(self._steppers) - 1, group)
+        except InvalidInput:
+            self._steppers.pop()
+            raise
 
     def check_parameter(self, index: int, name: str, shape: Sequence[int]) -> None:
         """Raise `InvalidInput` if a parameter that is trained since cannot be stepped, or has no room for states."""

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ps_core._errors import InvalidInput
-from ps_core._program import STATES, Kind
+from ps_core._extents import STATES, Kind
 from ps_core.engine._optim.settings import Progress, Scalars, StatePlace
 
 FREE = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -141,7 +141,7 @@ class TorchStepper:
             try:
                 scalars = settings.after(progress)
                 settings.step(progress, rows, _matrix(number + 1).flatten(), None, 1.0, piece_numel=_TRIAL_PIECE)
-            except Exception:  # whatever a class of somebody else's raises
+            except Exception:  # a class that is not ours may raise anything
                 return False
             progress = Progress(number + 1, scalars)
             same = torch.equal(parameter.flatten(), rows[0].flatten()) and all(
@@ -179,7 +179,7 @@ class TorchStepper:
             return function()
         except InvalidInput:
             raise
-        except Exception as error:  # whatever a class of somebody else's raises
+        except Exception as error:  # a class that is not ours may raise anything
             raise InvalidInput(f"{self.name} could not be {what}: {error}") from error
 
     def _optimizer(self, parameter: torch.Tensor, values: Scalars) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import checkpoint
 
 from ps_core._errors import DoesNotFit, UnsupportedParameter
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core._units import align_up
 from ps_core.engine._memory.budget_suggestions import options_as, size, suggest_budget
 from ps_core.engine._memory.tier_store import TierStore

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine._devices.disk.file import blocks
 from ps_core.engine._memory.chunk import Chunk
 from ps_core.engine._memory.tier_store import TierStore
@@ -98,7 +98,7 @@ def _place_fixed(store: TierStore, groups: list[ParamGroup], *, accumulates: boo
 
 
 def _prepare_host(store: TierStore, extents: list[_Extent]) -> None:
-    """Have host memory ready for the home slots of these, in one piece as far as that can be."""
+    """Allocate the host memory for these home slots before they are reserved, in as few pieces as possible."""
     store.device.prepare_host([bytes_of(*row) for row in sorted(extents, key=lambda row: row[0].index)])
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ps_core._errors import UnsupportedParameter
+from ps_core._extents import Kind, Precision
 from ps_core._options import Options
-from ps_core._program import Kind, Precision
 from ps_core._units import parse_bytes
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ps_core._errors import IllegalTransition, UnsupportedParameter
-from ps_core._program import STATES, Extent, Kind
+from ps_core._extents import STATES, Extent, Kind
 from ps_core.engine._memory.chunk import Chunk, SlotView
 from ps_core.engine._parameters.state_transitions import (
     TRANSITIONS,
@@ -298,7 +298,7 @@ class ParamGroup:
         self.index += count
 
     def map_weights(self, common: CommonWeights) -> None:
-        """Have the weights in memory that all ranks map; the group has no chunks yet."""
+        """Take the weights in memory that all ranks map; the group has no chunks yet."""
         self.common = common
 
     @property

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in __all__
 
+from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._program import Kind
 from ps_core.engine._memory.chunk import Chunk, MemoryView, Slot, SlotView
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
@@ -173,6 +173,9 @@ class Residency:
     def complete(self, group: ParamGroup) -> None:
         """Do nothing: a group whose home slots are reserved has all its chunks."""
 
+    def end_change(self) -> None:
+        """Do nothing: no other rank asks for shards of groups that have just changed."""
+
     def release_chunks(self, group: ParamGroup) -> None:
         """Release the home slot and the copies of every chunk of a group that is not used any more."""
         for chunk in group.chunks.values():
@@ -200,8 +203,12 @@ class Residency:
 
     # For the host thread. What is on the disk is read and written there, without a slot.
 
-    @defer_interrupts_installing
     def contents(self, chunk: Chunk) -> torch.Tensor:
+        """Return all bytes of one kind of a group, for the host thread."""
+        return self.own_bytes(chunk)
+
+    @defer_interrupts_installing
+    def own_bytes(self, chunk: Chunk) -> torch.Tensor:
         """Return a chunk's current bytes for the host thread: a view of a slot, or read from the disk."""
         if chunk.home.place is None:
             return self.transfers.at_home(chunk).memory[: chunk.bytes]

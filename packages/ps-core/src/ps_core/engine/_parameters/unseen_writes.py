@@ -20,8 +20,8 @@ from typing import Protocol
 
 import torch
 
+from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._program import Kind
 from ps_core.engine._memory.chunk import Slot, SlotView
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfers import Transfers

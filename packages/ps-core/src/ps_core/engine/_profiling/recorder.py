@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from ps_core._extents import Extent, SegmentName
 from ps_core._plan import Instr, Queue, Step
-from ps_core._program import Extent, SegmentName
 from ps_core._simulate.work_pieces import NOTES, Piece, Work, WorkNames, name_of_copy
 from ps_core.engine._devices.device import Mark
 from ps_core.engine._execution.engine_plan import EnginePlan

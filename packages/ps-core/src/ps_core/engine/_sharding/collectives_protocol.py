@@ -28,6 +28,10 @@ class CommonMemory(Protocol):
 class Pending(Protocol):
     """A collective that has been submitted."""
 
+    @property
+    def done(self) -> bool:
+        """Return True if `wait` returns, or raises, at once."""
+
     def wait(self) -> None:
         """Wait until its result may be read and its buffers reused."""
 
@@ -76,8 +80,11 @@ class CollectiveSession(BufferCollectives, Protocol):
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
         """Return the bytes of all ranks, in order of rank; every rank gives equally many."""
 
-    def on_device(self, copier: StagingCopier) -> BufferCollectives:
-        """Return the collectives of a device's memory; they may end on the copier's stream after they return."""
+    def on_device(self, copier: StagingCopier, *, planned: bool = False) -> BufferCollectives:
+        """Return the collectives of a device's memory; they may end on the copier's stream after they return.
+
+        ``planned``: every rank knows their order beforehand, so nothing need be said before one.
+        """
 
 
 class AsyncCollectives(Collectives[torch.Tensor], Protocol):
@@ -123,10 +130,11 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
     def staging_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """Return the staging bytes with which a device's collectives go in one piece; 0 if they need none."""
 
-    def reach(self, where: torch.device) -> str | None:
+    def reach(self, where: torch.device, why_by_host: str = "") -> str | None:
         """Decide, all ranks at once, what memory of this CUDA device travels by. Return a message, or None.
 
-        The decision holds for every model from then on.
+        ``why_by_host``: why shared host memory is faster here; empty if it is not. The decision holds for every model
+        from then on.
         """
 
     @property

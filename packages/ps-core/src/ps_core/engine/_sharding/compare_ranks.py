@@ -37,6 +37,13 @@ class Alike:
         self._notes = blake2b(digest_size=6)
         self._count, self._shown = 0, list[str]()
         self._first = ""
+        self._writes = False
+
+    def before_write(self) -> None:
+        """Meet the other ranks before values are written: until then one may be in a pass, and ask for the old ones."""
+        if not self._writes:
+            self._together.agree("what is done between passes", "values are written")
+            self._writes = True
 
     def note(self, what: str, how: str) -> None:
         """Note something that this rank did."""

@@ -10,24 +10,29 @@ until the step. All ranks sum what is left over then, before norms are taken.
 
 So nobody waits for ever. A rank in a collective waits for a rank that is less far in the plan. The one that is least
 far waits for nothing but answers.
+
+[Note: passes without a plan]
+A pass that no plan serves has left the plan at its beginning. Its only collectives are one sum for each trainable
+group. They go from the last group to the first, as most backward passes do. All weights are asked for. A group's
+gradients wait for the sums before it, in host memory if the compute tier is short. Passes without gradients have no
+collective at all.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 
 import torch
 
 from ps_core._errors import UnsupportedParameter
 from ps_core._plan import Queue
-from ps_core._program import WIRE_BYTES
+from ps_core._program import WIRE_BYTES, SegmentName
 from ps_core._units import align_up
 from ps_core.engine._memory.chunk import Slot
-from ps_core.engine._memory.make_room import has_room
+from ps_core.engine._memory.make_room import has_room, make_room
 from ps_core.engine._parameters.errors import compute_tier_too_small
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
-from ps_core.engine._sharding.planned_collectives import LeftOver
+from ps_core.engine._sharding.planned_collectives import LeftOver, queue_for
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.counters import Counters
@@ -37,6 +42,7 @@ class FollowingDriver:
     """Drives the rest of a pass; see [Note: leaving a plan with several ranks]."""
 
     tracked = True
+    follows_plan = True
 
     def __init__(
         self,
@@ -45,14 +51,8 @@ class FollowingDriver:
         residency: ShardedResidency,
         gradients: ShardedGradients,
         counters: Counters,
-        *,
-        larger: bool = False,
     ) -> None:
-        """``learning``: by group, the parameters whose gradients the plan sums.
-
-        ``larger``: the batch is larger than the plan's, so no moment's peak of non-model bytes is known.
-        """
-        self._larger = larger
+        """``learning``: by group, the parameters whose gradients the collectives sum."""
         self._collectives, self._staged = deque(left.collectives), left.staged
         self._learning = learning
         self._shards, self._sums, self._counters = residency, gradients, counters
@@ -71,9 +71,8 @@ class FollowingDriver:
         """Gather the groups that the moment reads."""
         groups = list(dict.fromkeys(record.group for record in reads))
         self._needed = set(groups)
-        if self._larger:
-            for group in self._droppable():
-                self._drop(group)
+        while self._is_half_full() and (self._drop_one() or self._move_down(final=True)):
+            pass
         self._shards.release_unaliased()
         for group in groups:
             if group.weight_chunk.newest(0) is None:
@@ -95,7 +94,7 @@ class FollowingDriver:
                 break
         self._counters.fetched(early=False)
         if group.weight_chunk.newest(0) is None:
-            slot, whole, _ = self._buffer(group)
+            slot, whole = self._buffer(group)
             self._shards.ask_for(group, whole)
             self._shards.end_gather(group, slot)
 
@@ -109,28 +108,29 @@ class FollowingDriver:
     # Gathers.
 
     def _gather(self, group: ParamGroup) -> None:
-        own, lent = self._shards.shard_for_peers(group, changing=False)
         if group.common is not None:
-            slot, sent, own = self._shards.map_common(group)
-            self._queue.gather(group, own, sent).wait()
+            self._queue.wait_for_common(group, self._shards.map_common(group)).wait()
             if group.weight_chunk.newest(0) is None:
-                group.weight_chunk.add_copy(slot)
+                slot, _ = self._buffer(group)
                 self._shards.end_gather(group, slot)
                 self._fetched[group] = None
-        elif group.weight_chunk.newest(0) is not None:  # the copy that is here may be in use
+            return
+        own, lent = self._shards.shard_for_peers(group)
+        if group.weight_chunk.newest(0) is not None:  # the copy that is here may be in use
             slot = self._take(group.weight_chunk.bytes, f"gather {group.name}")
             self._queue.gather(group, own, slot.flat(group.dtype, group.chunk_numel)).wait()
             self._shards.return_slot(slot)
         else:
-            slot, whole, _ = self._buffer(group)
+            slot, whole = self._buffer(group)
             self._queue.gather(group, own, whole).wait()
             self._shards.end_gather(group, slot)
             self._fetched[group] = None
         if lent is not None:
             self._shards.return_slot(lent)
 
-    def _buffer(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
-        self._make_room(group.weight_chunk.bytes, f"gather {group.name}")
+    def _buffer(self, group: ParamGroup) -> tuple[Slot, torch.Tensor]:
+        if group.common is None:
+            self._make_room(group.weight_chunk.bytes, f"gather {group.name}")
         return self._shards.begin_gather(group)
 
     # Gradients.
@@ -151,7 +151,7 @@ class FollowingDriver:
         target = record.shaped(slot.flat(group.dtype, group.chunk_numel))
         self._store.device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         if record in records:
-            target.add_(gradient)
+            target.add_(gradient.to(target.device))
         else:
             target.copy_(gradient)
             records.append(record)
@@ -176,7 +176,7 @@ class FollowingDriver:
     def _sum(self, group: ParamGroup) -> None:
         """Sum what is there of a group's gradients; without any, this rank gives nothing."""
         what, shard_numel, kind = f"gradients of {group.name}", group.shard_numel, self._sums.dtype(group)
-        slot, records = self._staged.pop(group) if group in self._staged else (self._take_whole(group), [])
+        slot, records = self._take_staged(group)
         whole = slot.flat(group.dtype, group.chunk_numel)
         planned = self._learning[group]
         others = [record for record in records if record not in planned]
@@ -193,6 +193,43 @@ class FollowingDriver:
         for each in (slot, scratch, *(() if direct else (target,))):
             self._shards.return_slot(each)
 
+    def _take_staged(self, group: ParamGroup) -> tuple[Slot, list[ParamState]]:
+        """Return a group's gradients, on the compute tier, with the parameters that have one."""
+        slot, records = self._staged.pop(group, (None, []))
+        if slot is not None and not slot.tier:
+            return slot, records
+        near = self._take_whole(group)
+        if slot is not None:
+            self._move(slot, near)
+        return near, records
+
+    def _move_down(self, *, final: bool = False) -> bool:
+        """Move the gradients of one group to host memory; return False if none are left on the compute tier.
+
+        ``final``: only groups to which no gradient comes any more, and only into memory that is free.
+        """
+        if len(self._store.tiers) == 1:
+            return False
+        for group, (slot, records) in self._staged.items():
+            if not slot.tier and (not final or (self._is_final(group) and self._store.free_bytes(1) >= slot.bytes)):
+                below = self._store.reserve(1, slot.bytes)
+                self._move(slot, below)
+                self._staged[group] = below, records
+                return True
+        return False
+
+    def _move(self, source: Slot, target: Slot) -> None:
+        transfers = self._shards.transfers
+        transfers.finish(transfers.launch(source, target, min(source.bytes, target.bytes)))
+        self._return(source)
+
+    def _return(self, slot: Slot) -> None:
+        """Return a slot with gradients, on whatever tier."""
+        if slot.tier:
+            self._shards.transfers.release_slot(slot)
+        else:
+            self._shards.return_slot(slot)
+
     def _keep(self, group: ParamGroup, records: list[ParamState], whole: torch.Tensor) -> None:
         """Keep gradients that the plan does not sum until the step, and give nothing for them."""
         for record in records:
@@ -204,10 +241,11 @@ class FollowingDriver:
     def free_optional_bytes(self, needed_bytes: int) -> int:
         """Drop gathered groups that the moment does not read, until so many bytes are free."""
         before = self._store.ledger.used_bytes[0]
-        for group in self._droppable():
-            if before - self._store.ledger.used_bytes[0] < needed_bytes:
-                self._drop(group)
-        self._store.free_spare()
+
+        def enough() -> bool:
+            return before - self._store.ledger.used_bytes[0] >= needed_bytes
+
+        make_room(enough, self._drop_one, self._store.free_spare, self._move_down)
         return before - self._store.ledger.used_bytes[0]
 
     def finish(self) -> None:
@@ -217,11 +255,10 @@ class FollowingDriver:
             self._run_next()
         for group, (slot, records) in self._staged.items():
             self._keep(group, records, slot.flat(group.dtype, group.chunk_numel))
-            self._shards.return_slot(slot)
+            self._return(slot)
         self._staged.clear()
         for group in list(self._fetched):
             self._drop(group)
-        self._shards.note_end()
         self._shards.release_unaliased()
 
     # Memory.
@@ -237,18 +274,23 @@ class FollowingDriver:
 
     def _make_room(self, size: int, name: str) -> None:
         """Make room for a slot by dropping gathered groups, the least recently used first."""
-        for group in self._droppable():
-            if self._fits(size):
-                return
-            self._drop(group)
-        if not self._fits(size):
+        if not make_room(lambda: self._fits(size), self._drop_one, self._store.free_spare, self._move_down):
             store = self._store
             total = store.ledger.used_bytes[0] + size + store.ledger.nonmodel_bytes
             groups, nonmodel = self._shards.groups, store.ledger.nonmodel_bytes
             raise compute_tier_too_small(store, groups, name, total, nonmodel, proven=True)
 
-    def _droppable(self) -> Iterable[ParamGroup]:
-        return [group for group in self._fetched if group not in self._needed]
+    def _is_half_full(self) -> bool:
+        """Return True if groups that the moment does not read should go: more non-model bytes may come in it."""
+        ledger = self._store.ledger
+        return ledger.used_bytes[0] + ledger.nonmodel_bytes > self._store.tiers[0].capacity_bytes // 2
+
+    def _drop_one(self) -> bool:
+        """Drop the least recently used group that the moment does not read; return False if there is none."""
+        group = next((group for group in self._fetched if group not in self._needed), None)
+        if group is not None:
+            self._drop(group)
+        return group is not None
 
     def _fits(self, size: int) -> bool:
         store = self._store
@@ -258,3 +300,20 @@ class FollowingDriver:
         self._shards.evict(group)
         self._fetched.pop(group, None)
         group.forget_moment()
+
+
+class UnplannedDriver(FollowingDriver):
+    """Drives a whole pass that no plan serves; see [Note: passes without a plan]."""
+
+    follows_plan = False
+
+    def __init__(self, shards: ShardedResidency, sums: ShardedGradients, counters: Counters, *, training: bool) -> None:
+        segment = SegmentName.MICRO_LAST if training else SegmentName.EVAL
+        learning = {
+            group: [record for record in group.tensors if record.trainable and record.parameter.requires_grad]
+            for group in (shards.groups if training else ())
+            if group.trainable
+        }
+        sums_in_order = tuple((True, group) for group in reversed(list(learning)))
+        left = LeftOver(sums_in_order, {}, queue_for(segment, shards))
+        super().__init__(left, learning, shards, sums, counters)

@@ -16,6 +16,9 @@ from torch import nn
 
 from ps_core._errors import InvalidInput
 from ps_core._program import Kind
+from ps_core._simulate.machine import Machine
+from ps_core._simulate.machine import machine as find_machine
+from ps_core._simulate.transport import transport
 from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.device import Device
 from ps_core.engine._memory.tier_store import TierStore
@@ -36,7 +39,7 @@ class SingleProcess:
 
     sharers = 1
 
-    def check(self, device: Device) -> None:
+    def check(self, device: Device, machine: str | None = None) -> None:
         """Do nothing: one process can use any device."""
 
     def share(self, packing: Grouping, optimizer: OptimizerRule | None, how: str) -> None:
@@ -58,8 +61,8 @@ class GroupJoin:
         self.sharers = together.local_ranks
         """Processes that divide this computer's memory."""
 
-    def check(self, device: Device) -> None:
-        """Refuse what several processes cannot have."""
+    def check(self, device: Device, machine: str | None = None) -> None:
+        """Refuse what several processes cannot have; ``machine``: the machine to plan for, see `Options`."""
         self._together.agree("the kind of device", device.name)
         if self._together.why_not_shared and self._together.process == 0:
             log_line(f"processes send what they share over sockets: {self._together.why_not_shared}")
@@ -68,9 +71,16 @@ class GroupJoin:
         if device.torch_device.type == "cuda":
             self._check_cards(device)
             # Before free memory is measured: connections take some.
-            proposals = self._together.reach(device.torch_device)
+            rates = device.machine if machine is None else find_machine(machine)
+            why_by_host = "" if rates is None else self._why_by_host(rates)
+            proposals = self._together.reach(device.torch_device, why_by_host)
             if proposals is not None and self._together.process == 0:
                 log_line(proposals)
+
+    def _why_by_host(self, rates: Machine) -> str:
+        """Return why shared host memory is faster than NCCL by the machine's rates; empty if it is not."""
+        chosen = transport(rates, ranks=self._together.processes, ranks_per_node=self._together.local_ranks)
+        return f"{chosen.why} ({rates.name})" if chosen.by_host else ""
 
     def _check_cards(self, device: Device) -> None:
         """Refuse that processes share a card while others are idle."""

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ps_core._plan import Gather, Instr, Queue, ReduceScatter, Release, Reserve, slots_of
+from ps_core._plan import Copy, Gather, Instr, Queue, ReduceScatter, Release, Reserve, slots_of
 from ps_core._program import Kind, SegmentName
+from ps_core.engine._devices.device import Event
+from ps_core.engine._devices.disk.queues import DISK_QUEUES
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
@@ -28,6 +30,7 @@ from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import SlotContents
+from ps_core.engine._sharding.collective_waits import CollectiveWaits
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._sharding.submitted import CollectiveQueue, Submitted
@@ -87,8 +90,15 @@ class RanksExecutor(InstructionExecutor):
         self._under_way: deque[_UnderWay] = deque()
         self._waiting: dict[ParamState, torch.Tensor] = {}
         """Gradients that go over weights which something may still read."""
+        self._padded: set[ParamGroup] = set()
+        """Groups whose gradients' slots are filled behind the last parameter."""
+        self._late: set[ParamGroup] = set()
+        """Groups with gradients that were written after their own moment."""
         self._submitted = 0
         """How many collectives of the segment were submitted."""
+        ordering, store = residency.ordering, residency.store
+        self.waits = CollectiveWaits(store.device, poison=store.poison) if ordering.by_stream else None
+        """Orders collectives on their stream; None: they have none, and everything waits for each."""
         self._summed: dict[ParamGroup, tuple[Slot, list[ParamState]]] = {}
         """Sums over ranks on their way to the accumulators."""
         self._handlers[Gather] = self._gather
@@ -108,10 +118,20 @@ class RanksExecutor(InstructionExecutor):
 
     def carry_out(self, instr: Instr) -> None:
         """Do what an instruction other than a moment says, once the collectives that use its slots are over."""
-        if self._under_way and not isinstance(instr.op, Gather | ReduceScatter):
-            self._end_using(slots_of(instr.op))
+        collective = isinstance(instr.op, Gather | ReduceScatter)
+        if self._submitted and not collective:
+            self._end_using(slots_of(instr.op), instr.queue)
         with self._shards.moving:
             super().carry_out(instr)
+        if self.waits is not None and instr.queue is Queue.COLL and not collective:
+            self.waits.note_carried_out(instr)
+
+    def delay_behind(self, instr: Instr, queue: Queue) -> None:
+        """Make a queue of the accelerator wait for an instruction of the collective queue, which was carried out."""
+        if isinstance(instr.op, Gather | ReduceScatter):
+            self._end_using(slots_of(instr.op), queue)
+        elif self.waits is not None:
+            self.waits.delay_behind(instr, queue)
 
     def begin(self, moment: PlannedMoment) -> None:
         """Wait for the collectives that a moment needs, then prepare its slots."""
@@ -119,12 +139,15 @@ class RanksExecutor(InstructionExecutor):
             if use.holds_weight:
                 late = any(use.slot in each.slots and not each.submitted.done for each in self._under_way)
                 self._counters.fetched(early=not late)
-        self._end_using([use.slot for use in moment.uses])
+        self._end_using([use.slot for use in moment.uses], Queue.COMPUTE)
         self._overwrite_waiting()
         super().begin(moment)
         for use in moment.uses:
             if use.holds_weight and use.gains and use.group not in self._staged:
                 self._staged[use.group] = self._slots[use.slot], []
+            if use.gains and use.group in self._staged and use.group not in self._padded:
+                self._padded.add(use.group)  # now, so that the sum waits for this moment only
+                self._queue.fill_padding(use.group, self._slots[use.slot].flat(use.group.dtype, use.group.chunk_numel))
 
     def _use_for_gradients(self, group: ParamGroup, chunk: Chunk, slot: Slot) -> None:
         """Do nothing: a slot for gradients of a gathered group is told apart by `SlotUse.gains`."""
@@ -135,6 +158,7 @@ class RanksExecutor(InstructionExecutor):
             if not record.busy:
                 del self._waiting[record]
                 self._write(record, gradient)
+                self._late.add(record.group)
 
     def _write(self, record: ParamState, gradient: torch.Tensor) -> None:
         slot, records = self._staged[record.group]
@@ -151,7 +175,7 @@ class RanksExecutor(InstructionExecutor):
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient into its group's slot; a second one of the same pass is added to the first."""
         staged = self._staged.get(record.group)
-        if self._plan.overwrites:
+        if record.group in self._plan.overwritten:
             if staged is None or record not in self._plan.learning[record.group]:
                 raise Diverged(f"a gradient of {record.name}, for which the plan has no place")
             self._sums.mark_given(record)
@@ -187,59 +211,78 @@ class RanksExecutor(InstructionExecutor):
             raise Diverged(f"memory of {group.name} has live aliases")
         group.weight_chunk.invalidate(full)
         own, whole = shard.flat(group.dtype, group.shard_numel), full.flat(group.dtype, group.chunk_numel)
-        self._note(op, frozenset((op.shard, op.full)), self._queue.gather(group, own, whole, instr))
+        self._note(op, self._queue.gather(group, own, whole, instr, self._ready()))
 
     def _gather_common(self, group: ParamGroup, instr: Instr, op: Gather) -> None:
         """Wait, with the other ranks, until a group is stepped that all compute from where it is."""
-        mapped, sent, own = self._shards.map_common(group)
+        mapped = self._shards.map_common(group)
         if not any(slot is mapped for slot in self._slots.values()):  # else an earlier gather's use is not over
             if not self._residency.vacate(group, mapped):
                 raise Diverged(f"memory of {group.name} has live aliases")
             group.weight_chunk.invalidate(mapped)
         self._shards.return_slot(self._slots[op.full])
         self._slots[op.full] = mapped
-        self._note(op, frozenset((op.shard, op.full)), self._queue.gather(group, own, sent, instr))
+        self._note(op, self._queue.wait_for_common(group, mapped, instr, self._ready()))
 
     def _reduce_scatter(self, instr: Instr, op: ReduceScatter) -> None:
         group = self._plan.order[op.group]
         if group not in self._staged:
             raise Diverged(f"the plan sums gradients of {group.name}, of which there are none")
         self._overwrite_waiting()
-        if self._plan.overwrites and any(record.busy for record in group.tensors):
+        over = group in self._plan.overwritten
+        if over and any(record.busy for record in group.tensors):
             raise Diverged(f"memory of {group.name} is wanted where the plan has its gradients")
         slot, records = self._staged.pop(group)
-        source, scratch, shard = slots_of(op)
-        if self._plan.overwrites:
+        _, scratch, shard = slots_of(op)
+        if over:
             self._residency.vacate(group, slot)
             if group.weight_chunk.copies.get(0) is slot:
                 group.weight_chunk.drop_copy(0)
             slot.clear()
         whole = slot.flat(group.dtype, group.chunk_numel)
-        self._queue.fill_gaps(group, records, whole)
+        filled = self._queue.fill_missing(group, records, whole)
+        if self.waits is not None and (filled or group in self._late):
+            self.waits.before_next([self._device.record(Queue.COMPUTE)])
         for record in self._plan.learning[group]:
             self._sums.expect(record)
-        if self._plan.overwrites:
+        if over:
             self._sums.lose_weight(group)
         into = self._slots[shard].flat(self._sums.dtype(group), group.shard_numel)
-        submitted = self._queue.sum(group, into, whole, self._slots[scratch].memory, instr)
-        self._note(op, frozenset((source, scratch, shard)), submitted)
+        scratch_memory = self._slots[scratch].memory
+        self._note(op, self._queue.sum(group, into, whole, scratch_memory, instr, self._ready()))
 
-    def _note(self, op: Gather | ReduceScatter, slots: frozenset[int], submitted: Submitted) -> None:
+    def _ready(self) -> Sequence[Event] | None:
+        """Return what the collective that is submitted now waits for; None: everything, without a stream."""
+        return None if self.waits is None else self.waits.take_ready()
+
+    def _note(self, op: Gather | ReduceScatter, submitted: Submitted) -> None:
         self._submitted += 1
-        self._under_way.append(_UnderWay(op, slots, submitted))
+        self._under_way.append(_UnderWay(op, frozenset(slots_of(op)), submitted))
 
-    def _end_using(self, slots: Iterable[int]) -> None:
-        """Wait for the collectives that use any of these slots, and for those before them."""
+    def _end_using(self, slots: Iterable[int], queue: Queue) -> None:
+        """Wait for the collectives that use any of these slots, and for those before them; the queue waits, too."""
         wanted = set(slots)
         places = [place for place, each in enumerate(self._under_way) if not wanted.isdisjoint(each.slots)]
         self._end_first(places[-1] + 1 if places else 0)
+        if self.waits is not None:
+            self.waits.delay_user(wanted, queue)
+
+    def end_all(self) -> None:
+        """Wait for all collectives; all queues wait for them, too."""
+        self._end_first(len(self._under_way))
+        if self.waits is not None:
+            self.waits.delay_all()
 
     def _end_first(self, count: int) -> None:
         """Wait for the first collectives that are under way, and note what their slots hold."""
         for _ in range(count):
             each = self._under_way.popleft()
             started = time.perf_counter()
-            each.submitted.wait()
+            if self.waits is None:
+                each.submitted.wait()
+            else:
+                each.submitted.end()
+                self.waits.note_ended(each.submitted, each.slots)
             self._counters.waited(time.perf_counter() - started)
             group = each.submitted.group
             if isinstance(each.op, Gather):
@@ -250,7 +293,7 @@ class RanksExecutor(InstructionExecutor):
     def _take_sum(self, group: ParamGroup, slot: Slot) -> None:
         """Note that a slot holds this rank's shard of the sum of a group's gradients."""
         records = self._plan.learning[group]
-        if not self._plan.overwrites:
+        if group not in self._plan.overwritten:
             self._summed[group] = self._staged[group] = (slot, records)
             return
         chunk = group.chunks[Kind.P16]
@@ -264,7 +307,7 @@ class RanksExecutor(InstructionExecutor):
 
     def hand_over(self) -> LeftOver:
         """Finish what was submitted, keep what on-demand moves can use, and return what is left of the segment."""
-        self._end_first(len(self._under_way))
+        self.end_all()
         for slot in self._slots.values():
             extent = slot.extent
             if extent is not None and extent.kind is Kind.FULL:
@@ -287,7 +330,7 @@ class RanksExecutor(InstructionExecutor):
         found = {}
         for group, (slot, records) in self._staged.items():
             waiting = {record: self._waiting[record] for record in group.tensors if record in self._waiting}
-            if not self._plan.overwrites:
+            if group not in self._plan.overwritten:
                 found[group] = slot, records
             elif records or waiting:
                 whole = slot.flat(group.dtype, group.chunk_numel)
@@ -305,6 +348,11 @@ class RanksExecutor(InstructionExecutor):
         self._staged.clear()
         self._waiting.clear()
         return found
+
+    def _copy(self, instr: Instr, op: Copy) -> None:
+        super()._copy(instr, op)
+        if self._segment.lends_homes and instr.queue in DISK_QUEUES:
+            self._shards.note_disk_move(op.extent.kind, instr.queue)
 
     # Slots of the compute tier that are memory of their own.
 

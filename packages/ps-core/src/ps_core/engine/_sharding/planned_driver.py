@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ps_core._plan import Instr, Queue
 from ps_core._program import SegmentName
 from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.engine_plan import EnginePlan
@@ -16,6 +17,7 @@ from ps_core.engine._sharding.following_driver import FollowingDriver
 from ps_core.engine._sharding.planned_collectives import LeftOver, RanksExecutor, collectives_of, queue_for
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._sharding.streams import ORDERED_QUEUES
 from ps_core.engine._support.counters import Counters
 
 
@@ -36,6 +38,27 @@ class RanksPlanDriver(PlanDriver):
         self._touched: set[int] = set()
         """Groups that this rank used in forward."""
         super().__init__(plan, segment, shards, sums, counters, tracked=tracked)
+        self._collectives = {instr.id: instr for instr in self._segment.by_queue[Queue.COLL]}
+        """Instructions of the collective queue, by id."""
+        if self._ranks.waits is not None:
+            self._recorded -= self._collectives.keys()  # the other thread records events there
+            self._ranks.waits.before_next(shards.ordering.ready())
+
+    def _wait_for_others(self, instr: Instr) -> None:
+        """Make the instruction's queue wait, without launching anything on the stream of collectives."""
+        if self._ranks.waits is None:
+            super()._wait_for_others(instr)
+            return
+        waits = self._waits[instr.id]
+        events = [self._events[wait] for wait in waits if wait not in self._collectives]
+        if instr.queue is Queue.COLL:
+            self._ranks.waits.before_next(events)
+            return
+        self._wait(instr.queue, events)
+        if instr.queue in ORDERED_QUEUES:  # others work on memory that no collective uses
+            for wait in waits:
+                if wait in self._collectives:
+                    self._ranks.delay_behind(self._collectives[wait], instr.queue)
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Begin the moment that the plan has for these, going through other ranks' moments before it."""
@@ -75,7 +98,7 @@ class RanksPlanDriver(PlanDriver):
             for moment in rest:
                 self._pass_over(moment.name)
         super().finish()
-        self._shards.note_end()
+        self._ranks.end_all()
 
     def _make_executor(
         self,
@@ -106,9 +129,7 @@ def following_driver(
     shards: ShardedResidency,
     sums: ShardedGradients,
     counters: Counters,
-    *,
-    larger: bool,
 ) -> FollowingDriver:
     """Return what drives a pass that does not begin by the plan, but takes part in the plan's collectives."""
     left = LeftOver(collectives_of(plan, plan.segments[segment]), {}, queue_for(segment, shards))
-    return FollowingDriver(left, plan.learning, shards, sums, counters, larger=larger)
+    return FollowingDriver(left, plan.learning, shards, sums, counters)

@@ -1,8 +1,11 @@
 """Choose the driver of each pass of a model that ranks share, and make the plan that all of them follow.
 
-A first pass is served on demand and recorded. As its step begins, the ranks tell each other what they recorded.
+Before the first pass each rank estimates it with fake tensors, and the ranks plan it together. A pass that no plan
+serves asks other ranks for weights, and is recorded. As its step begins, the ranks tell each other what they recorded.
 They plan, and move their shards to where the plan has them; see [Note: one plan] in `plan_agreement`. All ranks compare
 something at every step. With it each tells whether it has a new recording, so that takes no message of its own.
+A model without an optimizer has no steps. There the ranks ask each other before passes 2, 3, 5, 9, 17, 33, and then
+before every 64th.
 """
 
 from __future__ import annotations
@@ -25,16 +28,18 @@ from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
+from ps_core.engine._sharding.following_driver import UnplannedDriver
 from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts
 from ps_core.engine._sharding.planned_driver import RanksPlanDriver, following_driver
-from ps_core.engine._sharding.sharded_driver import ShardedDriver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.sharded_scheduler import ShardedScheduler
 from ps_core.engine._support.log import log_line
 from ps_core.engine._tracing.batch_shape import BatchShape
+from ps_core.engine._tracing.first_pass import matches_estimate
 from ps_core.engine._tracing.pass_recording import PassRecording
 
+_ASKED_EVERY = 64
+"""Without an optimizer, ranks ask each other for new recordings at least once in so many passes."""
 _PLANS_AT_ONCE = 8
 """Number of plans that ranks make as soon as there is a new recording; then they wait for 2, 4, 8 ... steps."""
 
@@ -50,24 +55,21 @@ class RanksScheduler(PlanScheduler):
         model_name: str,
         options: Options,
         cast: torch.dtype | None,
-        demand: ShardedDriver,
     ) -> None:
         assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
         self._together: AsyncCollectives = engine.residency.together
-        self._demand = demand
         super().__init__(engine, setup, model_name=model_name, options=options, cast=cast)
-        self._tried = True  # the first pass runs on demand
         assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
         self._shards, self._sums, self._alike = engine.residency, engine.gradients, engine.gradients.alike
-        self._on_demand = ShardedScheduler(self._shards, demand, training=True)
-        """Looks at batches before passes that follow no plan."""
         self._shards.serve()
-        self._shards.promoter.stop()
-        demand.record_all()
         self._plans_made = 0
         """How often the ranks told each other what they recorded; the same on all ranks."""
+        self._calls = 0
+        """Calls of the root module so far, counted for a model without an optimizer; the same on all ranks."""
         self._steps_until_plan = 0
         """Steps before they tell each other again: ranks that never do the same must not plan in every step."""
+        self._mine: tuple[PassRecording, BatchShape] | None = None
+        """This rank's part of an estimated plan: its estimate, or the pass that ran since."""
         self._refused: tuple[PassRecording, BatchShape] | None = None
         """The recording that no plan was found for."""
 
@@ -80,42 +82,67 @@ class RanksScheduler(PlanScheduler):
         return RanksPlanDriver(plan, segment, self._shards, self._sums, self._engine.counters, tracked=tracked)
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Look at the batch that the root module is called with, for a pass by the plan or on demand."""
-        self._on_demand.before_forward(module, args, kwargs)
+        """Look at the batch that the root module is called with; plan the first pass, together with the others."""
         self._batch = self._batch_of(args, kwargs)
+        if not self._setup.training:
+            self._plan_between_passes()
+        elif not self._tried and torch.is_grad_enabled():
+            self._foresee(module, args, kwargs)
+            self._tried = True
 
-    def driver_for_pass(self, training: bool) -> PassDriver:
-        """Choose the plan's driver where the plan serves the pass, else one that follows the plan's collectives.
+    def _plan_between_passes(self) -> None:
+        """Plan before a pass of a model without an optimizer, if it is time to ask and a rank has a new recording."""
+        done, self._calls = self._calls, self._calls + 1
+        if done and (done & (done - 1) == 0 or done % _ASKED_EVERY == 0):
+            wanted = float(self._found is not None)
+            if any(row[0] for row in self._together.all_values([wanted], "whether a pass is to be planned")):
+                self._plan_recorded()
+
+    def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Plan the first pass from what all ranks estimate; if a rank cannot, it goes without a plan."""
+        recording = self._estimate(module, args, kwargs) if self._may_estimate else None
+        assert self._batch is not None, "the pass is the root module's"
+        self._mine = None if recording is None else (recording, self._batch)
+        self._plan_together([] if self._mine is None else [self._mine], "the estimated pass")
+        self._estimated = self._plan is not None
+
+    def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
+        """Choose the plan's driver where the plan serves the pass, else one that needs no plan.
 
         Whether a pass goes by the plan is decided by what is the same on all ranks.
         """
-        self._demand.begin_pass(training=training)
-        plan, batch = self._plan, self._batch
+        plan, batch = self._plan, None if backward else self._batch
         self._served, self._batch = batch, None
-        if plan is None:
-            return self._demand
-        if batch is None or self._has_gradients_over_weights() or (training and self._has_sums_besides(plan)):
-            with self._shards.moving:
-                self._homes.move_down()
-            return self._demand
         if training and self._sums.passes and not self._engine.holds_gradients():
             self._sums.end_step()  # what there was, was forgotten
         self._alike.compare()
+        if (
+            plan is None
+            or batch is None
+            or (training and not self._setup.training)
+            or self._has_gradients_over_weights()
+            or (training and self._has_sums_besides(plan))
+        ):
+            with self._shards.moving:
+                self._homes.move_down()
+            if training:
+                self._sums.begin_pass()
+            return UnplannedDriver(self._shards, self._sums, self._engine.counters, training=training)
         micro = plan.micro_segments
         segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
         if training:
             self._sums.begin_pass()
-        why, larger = "", not self._planned_for.covers(batch)
-        if larger:
+        why = ""
+        if not self._planned_for.covers(batch):
             why = "a batch larger than the plan's"
             with self._shards.moving:
                 self._make_way(training)
         elif self._homes.elsewhere and not self._move_to_plan(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if not why:
-            return self._replay(plan, segment, tracked=training and self._is_watched())
+            return self._replay(plan, segment, tracked=training is self._setup.training and self._is_watched())
         self._engine.counters.diverged(why)
-        return following_driver(plan, segment, self._shards, self._sums, self._engine.counters, larger=larger)
+        return following_driver(plan, segment, self._shards, self._sums, self._engine.counters)
 
     def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
         """Follow the plan, as all ranks do. This one may be unable to move its shards to the plan's places now."""
@@ -128,8 +155,7 @@ class RanksScheduler(PlanScheduler):
         """Drop the plan and the order of collectives, because groups change on all ranks."""
         with self._shards.moving:
             super().forget_plan()
-        self._on_demand.forget_plan()
-        self._tried, self._refused, self._plans_made, self._steps_until_plan = True, None, 0, 0
+        self._mine, self._refused, self._plans_made, self._steps_until_plan, self._calls = None, None, 0, 0, 0
 
     def plan_abandoned(self) -> None:
         """Note that a pass of this rank left the plan, whose collectives it goes on with."""
@@ -146,39 +172,54 @@ class RanksScheduler(PlanScheduler):
 
     def _has_sums_besides(self, plan: EnginePlan) -> bool:
         """Return True if gradients lie in sums, for which the plan has no place; the same on all ranks."""
-        return plan.overwrites and any(
-            record.gradient is GradientPlace.IN_ACCUMULATOR for record in self._engine.records
-        )
+        rows = (record for group in plan.overwritten for record in group.tensors)
+        return any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in rows)
 
     def observe(self, recording: PassRecording) -> None:
         """Remember a recorded pass, if the plan is not for such passes."""
         batch, self._served = self._served, None
-        if batch is None or not recording.complete or not self._engine.passes.tracked:
+        passes = self._engine.passes
+        if batch is None or passes.broke_off or not recording.complete or not passes.tracked:
             return
         if recording.training is not self._setup.training:
             self._evaluated = batch, recording.peak_nonmodel_bytes + self._engine.constant_bytes
-        elif self._plan is None or self._engine.passes.followed or not self._planned_for.covers(batch):
+        elif self._estimated and self._mine is not None:
+            if not matches_estimate(recording, self._mine[0]):
+                self._found = recording, batch
+            self._mine = recording, batch
+        elif self._plan is None or passes.followed or not self._planned_for.covers(batch):
             self._found = recording, batch
 
     def maybe_replan(self) -> None:
         """Tell the other ranks, as the step is compared, whether this one has a pass to plan from."""
         self._before_step = self._engine.passes.gradient_passes
         self._steps_until_plan = max(0, self._steps_until_plan - 1)
-        self._alike.propose_plan(wanted=self._found is not None and not self._steps_until_plan)
+        wanted = self._found is not None and not self._steps_until_plan
+        self._alike.propose_plan(wanted=wanted)
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Plan if the ranks agreed to; then carry out the plan's step, if it is the step that is wanted."""
         if self._alike.agreed_to_plan:
-            self._plan_together()
+            self._plan_recorded()
+        elif self._estimated:
+            self._recorded = True
+        self._estimated, self._mine = self._estimated and not self._recorded, None
         return super().step(settings_of, factor)
 
-    def _plan_together(self) -> None:
-        mine = [each for each in (self._source, self._found) if each is not None]
-        self._found = None
+    def _plan_recorded(self) -> None:
+        """Plan from what the ranks recorded; wait longer for the next time after many plans."""
+        kept = self._mine if self._estimated else self._source
+        mine = [each for each in (None if kept is self._found else kept, self._found) if each is not None]
         self._plans_made += 1
         self._steps_until_plan = 2 ** max(0, self._plans_made - _PLANS_AT_ONCE + 1)
+        self._plan_together(mine, "the recorded pass")
+        self._recorded = True
+
+    def _plan_together(self, mine: list[tuple[PassRecording, BatchShape]], what: str) -> None:
+        """Exchange what the ranks recorded or estimated, and follow a plan of it, if there is one."""
+        self._found = None
         assert isinstance(self._asking, RanksPlanRequest), "`_request` made it"
-        texts = exchange_texts(self._together, self._asking.to_text(mine), "the recorded pass")
+        texts = exchange_texts(self._together, self._asking.to_text(mine), what)
         combined = self._asking.combine(texts)
         if combined is None or combined in (self._source, self._refused):  # the same on all ranks
             return
@@ -186,28 +227,11 @@ class RanksScheduler(PlanScheduler):
             self._adopt(*combined)
             if self._recorded:
                 self._engine.counters.replanned()
-            self._recorded = True
         except DoesNotFit as error:
             self._refused = combined
-            self._say(f"{self._model_name}: no plan fits, so ranks agree on every gather and sum as they go: {error}")
+            self._say(f"{self._model_name}: no plan fits, so ranks ask each other for weights: {error}")
 
     def _say(self, text: str) -> None:
         """Log a line on one rank."""
         if self._together.process == 0:
             log_line(text)
-
-
-def why_unplanned(engine: Engine, setup: Setup) -> str:
-    """Return why a shared model's passes follow no plan; an empty text if they can follow one."""
-    assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
-    if not setup.training:
-        return "the model has no optimizer"
-    if setup.ranks == 1:
-        return "each process has the whole model"
-    if engine.residency.together.processes != setup.ranks:
-        return "there are several copies of the model (replicate)"
-    if engine.store.file is not None:
-        return "there is a disk below the host's memory"
-    if len({group.weight for group in engine.groups}) > 1:
-        return "some parameters are kept in fp32 (keep_fp32)"
-    return ""

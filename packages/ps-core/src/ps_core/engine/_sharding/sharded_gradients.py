@@ -27,7 +27,6 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.compare_ranks import Alike
-from ps_core.engine._sharding.shard_promotion import low_tier
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.checksum import checksum
 
@@ -36,7 +35,7 @@ _CUT_NUMEL = 1 << 18
 
 
 class ShardedGradients(GradientStore):
-    """Gradients summed over ranks; see [Note: who sums what when] in `sharded_driver` and [Note: where sums lie]."""
+    """Gradients summed over ranks; see [Note: where sums lie]."""
 
     def __init__(self, residency: ShardedResidency, together: AsyncCollectives, *, overwrites: bool) -> None:
         super().__init__(residency, overwrites=False)
@@ -47,8 +46,6 @@ class ShardedGradients(GradientStore):
         """This rank's part of the norm, where it was measured when the sum arrived."""
         self.given = 0
         """Parameters, as bits, for which this rank had a gradient since the last step."""
-        self.left_over: dict[tuple[int, ParamState], Slot] = {}
-        """Gradients that no sum over ranks takes before the step, in host memory; by the pass since the last step."""
         self.passes = 0
         """Training passes by a plan since the last step; the same number on every rank."""
         self.complete = True
@@ -72,11 +69,12 @@ class ShardedGradients(GradientStore):
         slot = self.left_over.get((self.passes, record))
         if slot is None:
             size = max(align_up(record.numel * record.dtype.itemsize), 128)
-            slot = self.left_over[self.passes, record] = self._store.reserve(min(1, len(self._store.tiers) - 1), size)
+            tier = self._store.work_tier(min(1, len(self._store.tiers) - 1))
+            slot = self.left_over[self.passes, record] = self._store.reserve(tier, size)
             slot.flat(record.dtype, record.numel).fill_(-0.0)
         target = slot.flat(record.dtype, record.numel).as_strided(record.shape, record.stride)
         self._store.device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
-        target.add_(gradient)
+        target.add_(gradient.to(target.device))
 
     def forget_left_over(self, records: Iterable[ParamState]) -> None:
         """Forget that this rank gave gradients of these parameters, and those that no sum has taken."""
@@ -172,15 +170,6 @@ class ShardedGradients(GradientStore):
                 else:
                     record.mark_summed()
 
-    def no_sum_came(self, group: ParamGroup) -> None:
-        """Note that no rank had a gradient for a sum. The weight, where the sum might have gone, is unchanged.
-
-        What ranks do together next depends on slot contents, so these must not depend on where shards are.
-        """
-        if all(each.gradient is GradientPlace.NONE for each in group.tensors):
-            for record in group.tensors:
-                record.mark_rebuilt()
-
     def _fill(self, chunk: Chunk, slot: Slot) -> None:
         """Copy what a slot holds into the home slot of a chunk."""
         chunk.mark_written(slot)
@@ -239,10 +228,6 @@ class ShardedGradients(GradientStore):
         self._shards.rebuild(group, gone)
         for record in gone:
             record.mark_rebuilt()
-
-    def _tier_of_sums(self, group: ParamGroup) -> int:
-        """Return the lower tier, also where the master was promoted: sums must have room in every step."""
-        return low_tier(group.chunks[Kind.P32])
 
     # Norms.
 

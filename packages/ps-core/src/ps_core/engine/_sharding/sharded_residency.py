@@ -2,10 +2,9 @@
 
 [Note: shards]
 Home slots hold this rank's shard of each kind. Parameters are bound to the group's FULL copy on the compute tier, which
-has no home slot. It is gathered when a moment needs it, or before (see `collective_schedule`). It is released when a
-moment begins that does not need it. Where all ranks have plenty of room, it is released when its gradients leave. A
-copy with live aliases stays in the budget until they are gone, but counts as evicted. For when they go may be up to the
-garbage collector.
+has no home slot. The plan says when it is gathered and released. Without a plan it is asked for when a moment needs it
+(see `following_driver`), and released when the next moment begins. A copy with live aliases stays in the budget until
+they are gone, but counts as evicted. For when they go may be up to the garbage collector.
 
 [Note: common weights]
 Ranks of one computer that compute in fp32 on the CPU map each other's shards (`CommonWeights`). A group's gathered copy
@@ -26,6 +25,8 @@ from ps_core._plan import Queue
 from ps_core._program import Kind
 from ps_core._units import align_up
 from ps_core.engine._devices.device import Event
+from ps_core.engine._devices.disk.file import FileExtent
+from ps_core.engine._devices.disk.queues import DISK_QUEUES
 from ps_core.engine._memory.chunk import Chunk, Slot, SlotView
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
@@ -34,7 +35,6 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.shard_promotion import ShardPromoter
 from ps_core.engine._sharding.streams import ORDERED_QUEUES, collective_ordering
 
 _PATIENCE_S = 0.5
@@ -54,16 +54,13 @@ class ShardedResidency(Residency):
         self._ask: Callable[[int, int], list[torch.Tensor]] | None = None
         self.moving = Lock()
         """Held while a plan moves shards, and while another thread reads one."""
-        self._steps = 0
-        """Optimizer steps that are over: every rank's weights are of the same step when it answers for its shard."""
-        self._stepped = Condition(self.moving)
-        self._step_over: list[Event] = []
-        """Events behind the last step on every queue."""
-        self.promoter = ShardPromoter(self, groups)
-        self.forwards = 0
-        """Forward passes begun in this pass whose activations wait for backward."""
-        self.unknown = False
-        """The pass is of a larger batch than any before: nothing is gathered ahead of need."""
+        self._changes = 0
+        """Optimizer steps, and changes of groups, that are over; a rank answers for its shard after as many."""
+        self._changed_shards = Condition(self.moving)
+        self._change_over: list[Event] = []
+        """Events behind the last change on every queue."""
+        self._disk_moves: dict[Queue, Event] = {}
+        """Events behind the home slots that a plan moved to and from the disk since."""
         self._whole: tuple[Chunk, int, torch.Tensor] | None = None
         """The group last gathered for reading, with its version: the next tensor is mostly of the same group."""
         self._common: dict[ParamGroup, Slot] = {}
@@ -88,69 +85,37 @@ class ShardedResidency(Residency):
         self._common.pop(group, None)
         super().release_chunks(group)
 
-    def note_forward(self, *, trains: bool) -> int:
-        """Note that a forward pass begins; return how many of this pass wait for backward."""
-        self.forwards += trains
-        return self.forwards
-
-    def note_larger_batch(self) -> None:
-        """Gather nothing ahead of need in this pass: how much memory it takes is not known."""
-        self.unknown = True
-
-    def note_end(self) -> None:
-        """Note that the pass is over."""
-        self.forwards, self.unknown = 0, False
-
-    def map_common(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
-        """Return the mapping of a group's common weights, and what a gather of them sends: a byte from each rank."""
+    def map_common(self, group: ParamGroup) -> Slot:
+        """Return the mapping of a group's common weights."""
         assert group.common is not None, "the group has common weights"
         self._readers = True
-        with torch.inference_mode(False):  # as in `take_slot`
-            slot = self._common.get(group)
-            if slot is None or not slot.memory.numel():
+        slot = self._common.get(group)
+        if slot is None or not slot.memory.numel():
+            with torch.inference_mode(False):  # as in `take_slot`
                 slot = self._common[group] = Slot(0, -1, 0, group.common.map_whole())
-            sent = torch.zeros(group.ranks, dtype=torch.uint8, device="cpu")
-        self.ordering.before()
-        return slot, sent, sent[group.rank : group.rank + 1]
+        return slot
 
-    def begin_gather(self, group: ParamGroup) -> tuple[Slot, torch.Tensor, torch.Tensor]:
-        """Return a slot for the whole group, its elements, and this rank's part of them, filled with its shard.
-
-        Where all ranks map the weights, return what `map_common` does.
-        """
+    def begin_gather(self, group: ParamGroup) -> tuple[Slot, torch.Tensor]:
+        """Return a slot for the whole group, and its elements, which the caller fills unless they are common."""
         chunk = group.weight_chunk
-        if group.common is not None:
-            mapped, sent, own = self.map_common(group)
-            chunk.add_copy(mapped)
-            chunk.invalidate(mapped)
-            return mapped, sent, own
         slot = chunk.copies.get(0)
         if slot is None:
-            slot = self.take_slot(chunk.bytes, group.tensors[0])
+            slot = self.take_slot(chunk.bytes, group.tensors[0]) if group.common is None else self.map_common(group)
             chunk.add_copy(slot)
         chunk.invalidate(slot)
-        whole = slot.flat(group.dtype, group.chunk_numel)
-        numel = group.shard_numel
-        own = whole[group.rank * numel : (group.rank + 1) * numel]
-        self._copy_shard(group, own)
-        return slot, whole, own
+        return slot, slot.flat(group.dtype, group.chunk_numel)
 
     def end_gather(self, group: ParamGroup, slot: Slot) -> None:
         """Mark the slot that `begin_gather` returned as filled."""
         group.weight_chunk.fill(slot)
 
-    def shard_for_peers(self, group: ParamGroup, *, changing: bool) -> tuple[torch.Tensor, Slot | None]:
-        """Return this rank's shard for a gather: where it lies, or copied into a slot that the caller returns.
-
-        ``changing``: it may be written before they have it.
-        """
-        if group.common is not None:
-            return self.map_common(group)[2], None
+    def shard_for_peers(self, group: ParamGroup) -> tuple[torch.Tensor, Slot | None]:
+        """Return this rank's shard for a gather: where it lies, or copied into a slot that the caller returns."""
         source, valid = (
             group.chunks[group.weight].source(),
             all(r.contents is SlotContents.WEIGHT for r in group.tensors),
         )
-        if valid and self.ordering.reaches(source) and not changing:
+        if valid and self.ordering.reaches(source):
             self.ordering.before()
             return source.flat(group.dtype, group.shard_numel), None
         slot = self.take_slot(max(align_up(group.chunks[group.weight].bytes), 128))
@@ -170,7 +135,7 @@ class ShardedResidency(Residency):
 
     def _cast_shard(self, group: ParamGroup, place: Slot) -> None:
         """Cast the master's shard into its place, while gradients lie in the weight slot."""
-        values = self.shard(group.chunks[Kind.P32]).view(torch.float32)
+        values = self.own_bytes(group.chunks[Kind.P32]).view(torch.float32)
         near = group.chunks[Kind.P32].home.tier == 0 or self.store.tiers[0].name == "host"
         target = place if near else self.store.reserve(1, place.bytes)
         queue = Queue.CPU if target.tier else Queue.COMPUTE
@@ -203,51 +168,72 @@ class ShardedResidency(Residency):
         """Answer other ranks' questions for shards, on whatever thread, as long as this object lives."""
         answer = WeakMethod(self.answer)
 
-        def answer_if_alive(index: int, steps: int) -> torch.Tensor | None:
+        def answer_if_alive(index: int, changes: int) -> torch.Tensor | None:
             found = answer()
-            return torch.empty(0, dtype=torch.uint8, device="cpu") if found is None else found(index, steps)
+            return torch.empty(0, dtype=torch.uint8, device="cpu") if found is None else found(index, changes)
 
         self._ask = self.together.serve(answer_if_alive)
 
-    def answer(self, index: int, steps: int) -> torch.Tensor | None:
-        """Return this rank's shard of a group's weight after so many steps; None: this rank's step goes on still.
+    def answer(self, index: int, changes: int) -> torch.Tensor | None:
+        """Return this rank's shard of a group's weight after so many changes; None: the last one goes on still.
 
         Called by another thread, for a rank that is in a pass. So no rank begins the next step meanwhile, but this one
         may not have ended the step before. The weight's own shard may be overwritten by a sum; the master rounds to
         the same.
         """
-        group = self.groups[index]
-        kind = Kind.P32 if group.trainable else group.weight
-        with self._stepped:
-            if not self._stepped.wait_for(lambda: self._steps >= steps, _PATIENCE_S):
+        with self._changed_shards:
+            if not self._changed_shards.wait_for(lambda: self._changes >= changes, _PATIENCE_S):
                 return None
-            for event in self._step_over:
+            for event in (*self._change_over, *self._disk_moves.values()):
                 event.block()
+            group = self.groups[index]
+            kind = Kind.P32 if Kind.P32 in group.chunks else group.weight
+            if group.common is not None:
+                return torch.zeros(1, dtype=torch.uint8, device="cpu")  # all ranks map the shard
             chunk = group.chunks[kind]
             slots = [slot for slot in (chunk.home, *chunk.copies.values()) if slot.version == chunk.version]
-            source = max(slots, key=lambda slot: slot.tier)  # the host's, if any: an accelerator may be waiting
-            values = source.flat(group.dtype_of(kind), group.shard_numel).to("cpu", group.dtype, copy=True)
+            source = max(slots, key=lambda slot: slot.tier)  # the lowest: an accelerator may be waiting
+            memory = source.memory if source.place is None else self._read_now(source, source.place)
+            values = memory[: chunk.bytes].view(group.dtype_of(kind)).to("cpu", group.dtype, copy=True)
         return values.view(torch.uint8)
 
-    def end_step(self) -> None:
-        """Note that this rank's shards are those after one more step, and let answers for them go."""
+    def _read_now(self, slot: Slot, place: FileExtent) -> torch.Tensor:
+        """Return the bytes of a slot on the disk, read by the calling thread."""
+        assert self.store.file is not None, "the slot is in a file"
+        memory = torch.empty(slot.bytes, dtype=torch.uint8, device="cpu")
+        self.store.file.read(place, 0, memory)
+        return memory
+
+    def note_disk_move(self, kind: Kind, queue: Queue) -> None:
+        """Note that a plan moves a home slot to or from the disk; answers of masters wait until that is over.
+
+        Only a plan for tight memory does so within a pass. Other plans leave masters where they are.
+        """
+        if kind in (Kind.P32, Kind.P16):
+            self._disk_moves[queue] = self.store.device.record(queue)
+
+    def end_change(self) -> None:
+        """Note that this rank's shards are those after one more step, or change of groups; answer for them."""
         store, self._readers = self.store, False
         if self._ask is None:
             return
-        over: list[Event] = [] if store.synchronous else [store.device.record(queue) for queue in ORDERED_QUEUES]
+        queues = (*ORDERED_QUEUES, *DISK_QUEUES) if store.file is not None else ORDERED_QUEUES
+        over: list[Event] = [] if store.synchronous else [store.device.record(queue) for queue in queues]
         if store.device.worker is not None:
             over.append(store.device.worker.launch("the end of a step", (), (), _nothing))
-        with self._stepped:
-            self._steps += 1
-            self._step_over = over
-            self._stepped.notify_all()
+        with self._changed_shards:
+            self._changes += 1
+            self._change_over, self._disk_moves = over, {}
+            self._changed_shards.notify_all()
 
     def ask_for(self, group: ParamGroup, whole: torch.Tensor) -> None:
         """Fill ``whole`` with a group's weight, of which other ranks answer with their shards."""
         assert self._ask is not None, "`serve` was called"
-        for rank, shard in enumerate(self._ask(group.index, self._steps)):
-            if group.common is not None:
-                continue  # an answer says that the shard is stepped
+        shards = self._ask(group.index, self._changes)
+        if group.common is not None:
+            return  # the answers say that all shards are stepped
+        self.store.device.declare_access(Queue.COMPUTE, f"shards of {group.name}", (), (whole,))
+        for rank, shard in enumerate(shards):
             whole[rank * group.shard_numel : (rank + 1) * group.shard_numel].copy_(shard.view(group.dtype))
 
     def release_unaliased(self) -> None:
@@ -282,10 +268,6 @@ class ShardedResidency(Residency):
         self._common.pop(record.group, None)
 
     # For the host thread: this rank's shard, in its home slot or read from the disk.
-
-    def shard(self, chunk: Chunk) -> torch.Tensor:
-        """Return the newest bytes of this rank's shard."""
-        return super().contents(chunk)
 
     def load(self, chunk: Chunk, span: slice) -> torch.Tensor:
         """Return some elements of this rank's shard."""
@@ -357,7 +339,7 @@ class ShardedResidency(Residency):
 
     def contents(self, chunk: Chunk) -> torch.Tensor:
         """Return all bytes of one kind of a group, gathered from all ranks."""
-        group, shard = self.groups[chunk.extent.index], self.shard(chunk)
+        group, shard = self.groups[chunk.extent.index], self.own_bytes(chunk)
         self.store.device.declare_access(Queue.CPU, f"read {group.name}", (shard,), ())
         whole = torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8, device="cpu")
         self.together.start_all_gather(whole, shard.cpu(), f"{chunk.extent.kind.value} of {group.name}").wait()

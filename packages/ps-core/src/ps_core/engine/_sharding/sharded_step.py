@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from ps_core._program import Kind
-from ps_core.engine._memory.chunk import Chunk, Slot
-from ps_core.engine._memory.make_room import make_room
+from ps_core.engine._execution.build_components import Components
+from ps_core.engine._execution.on_demand_driver import OnDemandDriver
+from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
-from ps_core.engine._parameters.state_transitions import GradientPlace
+from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.left_over_sums import LeftOverSums
-from ps_core.engine._sharding.shard_promotion import low_tier
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.checksum import checksum
@@ -54,41 +55,29 @@ class ShardedStepper(OnDemandStepper):
 
     def write(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Write as one process does; the other ranks must write the same."""
+        self._alike.before_write()
         of = "" if kind in (Kind.P32, record.group.weight) else "the optimizer's state of "
         self._alike.note(f"{of}{record.name!r} was written", f"{kind.value} {checksum(value)}")
         super().write(record, kind, value)
 
-    def step_one(self, group: ParamGroup, settings_of: SettingsOf, factor: float) -> None:
-        """Step one group's shard on the tier of its master, after other shards were demoted to make room."""
-
-        def fits() -> bool:
-            if self._store.work_tier(group.chunks[Kind.P32].home.tier):
-                return True  # the step is done below
-            kinds = {kind: chunk for kind, chunk in group.chunks.items() if kind is not Kind.FULL}
-            return self._store.fits_slots([chunk.bytes for chunk in kinds.values() if chunk.home.tier])
-
-        make_room(fits, lambda: self._shards.promoter.demote(1))
-        super().step_one(group, settings_of, factor)
-
-    def _on(self, group: ParamGroup, kind: Kind, tier: int) -> Slot:
-        chunk = group.chunks[kind]
-        below = chunk.copies.get(tier)
-        if below is None or chunk.home.tier == tier:
-            return super()._on(group, kind, tier)
-        if kind is group.weight and all(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
-            return below  # all of it is written
-        return self._residency.transfers.copy_to(chunk, below)
-
-    def _put_back(self, chunk: Chunk, slot: Slot) -> None:
-        if slot.tier == low_tier(chunk) != chunk.home.tier:  # the place that it keeps below
-            self._residency.transfers.write_home(chunk)
-        else:
-            super()._put_back(chunk, slot)
-
     def free_sums(self) -> None:
-        """Release sums after a step, and promote shards into the room."""
+        """Release sums after a step; from now on other ranks get the new weights."""
         super().free_sums()
         self._shards.forget()
         self._left_over.end_step()
-        self._shards.end_step()
-        self._shards.promoter.promote()
+        self._shards.end_change()
+
+
+def sharded_components(
+    store: TierStore,
+    groups: list[ParamGroup],
+    watcher: TransferObserver,
+    together: AsyncCollectives,
+    *,
+    overwrites: bool,
+) -> Components:
+    """Return the engine's components for a rank that has a shard of the model."""
+    residency = ShardedResidency(store, groups, watcher, together)
+    gradients = ShardedGradients(residency, together, overwrites=overwrites)
+    updater = ShardedStepper(residency, gradients, groups)
+    return Components(residency, gradients, updater, OnDemandDriver(residency, gradients))

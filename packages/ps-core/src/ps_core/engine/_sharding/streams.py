@@ -3,11 +3,12 @@
 [Note: two threads]
 Collectives are done by a thread of their own. Where the processor computes (`BlockingCollectives`), that thread reads
 and writes memory as the host thread does. All that was launched must be over before a collective is begun. On an
-accelerator (`StreamCollectives`) it launches on a stream of its own, `Queue.COLL`. A step comes with events of all
-other queues, which the stream waits for. Behind a collective the thread records an event. The other queues wait for it
-when the step is taken in. So the host thread waits for neither. Memory of a step is released, or used for something
-else, only after it was taken in. The other queues must not wait for what *may* be under way on the stream. Else they
-would wait for collectives that were begun ahead of need.
+accelerator (`StreamCollectives`) it launches on a stream of its own, `Queue.COLL`. A step comes with events of other
+queues (of all, or by a plan of those that it needs), which the stream waits for. Behind a collective the thread records
+an event. The other queues wait for it when the step is taken in, or by a plan when they use its memory. So the host
+thread waits for neither. Memory of a step is released, or used for something else, only after it was taken in. The
+other queues must not wait for what *may* be under way on the stream. Else they would wait for collectives that were
+begun ahead of need.
 """
 
 from __future__ import annotations
@@ -40,20 +41,28 @@ ORDERED_QUEUES = (Queue.COMPUTE, Queue.H2D, Queue.D2H)
 class CollectiveOrdering(Protocol):
     """The order of one process's collectives and its other work. See [Note: two threads]."""
 
+    by_stream: bool
+    """True if collectives are ordered by events alone, so that no thread waits for one; else `before` and `after` wait
+    for everything.
+    """
+
     def before(self) -> None:
         """Make the next collective start after the host thread's writes to its memory."""
 
     def ready(self) -> Sequence[Event]:
         """Return the events that a collective submitted now must wait for."""
 
-    def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
-        """Prepare the communication thread for a collective; return what carries it out."""
+    def begin(self, session: CollectiveSession, ready: Sequence[Event], *, planned: bool = False) -> BufferCollectives:
+        """Prepare the communication thread for a collective; return what carries it out.
+
+        ``planned``: every rank knows the order of collectives beforehand.
+        """
 
     def end(self) -> Event | None:
         """Return an event behind a collective; called on the communication thread."""
 
-    def after(self, event: Event | None) -> None:
-        """Make all queues wait for the event that `end` returned."""
+    def after(self, event: Event | None, queues: Sequence[Queue] = ORDERED_QUEUES) -> None:
+        """Make these queues wait for the event that `end` returned."""
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """Return the most scratch bytes on the compute tier that a sum can use."""
@@ -64,6 +73,8 @@ class CollectiveOrdering(Protocol):
 
 class BlockingCollectives:
     """The processor computes, and does collectives too."""
+
+    by_stream = False
 
     def __init__(self, residency: Residency, together: AsyncCollectives) -> None:
         self._residency, self._together = residency, together
@@ -78,7 +89,7 @@ class BlockingCollectives:
         """Return no events: `before` waited for everything."""
         return ()
 
-    def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
+    def begin(self, session: CollectiveSession, ready: Sequence[Event], *, planned: bool = False) -> BufferCollectives:
         """Return the session itself."""
         return session
 
@@ -86,7 +97,7 @@ class BlockingCollectives:
         """Return None: a blocking collective is over by now."""
         return None
 
-    def after(self, event: Event | None) -> None:
+    def after(self, event: Event | None, queues: Sequence[Queue] = ORDERED_QUEUES) -> None:
         """Make every queue wait for the collective, which is over."""
         event = self._device.record(Queue.COLL)
         for queue in (*ORDERED_QUEUES, Queue.CPU):
@@ -103,6 +114,8 @@ class BlockingCollectives:
 
 class StreamCollectives:
     """An accelerator computes; collectives go by way of the host's memory, unless cards can do them by themselves."""
+
+    by_stream = True
 
     def __init__(self, store: TierStore, groups: list[ParamGroup], together: AsyncCollectives) -> None:
         self._device, self._together = store.device, together
@@ -121,21 +134,21 @@ class StreamCollectives:
         """Return an event of each queue, behind everything launched so far."""
         return [self._device.record(queue) for queue in (*ORDERED_QUEUES, Queue.CPU)]
 
-    def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
+    def begin(self, session: CollectiveSession, ready: Sequence[Event], *, planned: bool = False) -> BufferCollectives:
         """Make the collective stream wait for the events; return the session's collectives on the device."""
         self._device.bind_thread()
         for event in ready:
             self._device.wait(Queue.COLL, event)
-        return session.on_device(self._carrier)
+        return session.on_device(self._carrier, planned=planned)
 
     def end(self) -> Event | None:
         """Return an event behind everything launched on the collective stream."""
         return self._device.record(Queue.COLL)
 
-    def after(self, event: Event | None) -> None:
-        """Make the other queues wait for the collective; the host thread waits for one of them before it reads."""
+    def after(self, event: Event | None, queues: Sequence[Queue] = ORDERED_QUEUES) -> None:
+        """Make these queues wait for the collective; the host thread waits for one of them before it reads."""
         assert event is not None, "the other thread recorded one"
-        for queue in ORDERED_QUEUES:
+        for queue in queues:
             self._device.wait(queue, event)
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:

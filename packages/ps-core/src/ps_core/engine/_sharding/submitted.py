@@ -9,6 +9,7 @@ import torch
 
 from ps_core._plan import Instr, Queue
 from ps_core.engine._devices.device import Event
+from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._sharding.collectives_protocol import (
     AsyncCollectives,
@@ -17,7 +18,7 @@ from ps_core.engine._sharding.collectives_protocol import (
     Pending,
 )
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.streams import CollectiveOrdering
+from ps_core.engine._sharding.streams import ORDERED_QUEUES, CollectiveOrdering
 from ps_core.engine._support.work_recorder import WorkRecorder
 
 
@@ -41,8 +42,6 @@ class Submitted:
         is a gather. ``what``: says what it is for, the same on every rank. ``instr``: the plan's, if it is carried out.
         """
         self.group = group
-        self.done = False
-        """True once the other thread is done with it; that thread writes it."""
         self._ordering, self._what, self._instr = ordering, what, instr
         self._shard, self._whole, self._scratch = shard, whole, scratch
         self._ready: Sequence[Event] = ()
@@ -56,16 +55,26 @@ class Submitted:
         """True: it is a gather; False: it is a sum."""
         return self._scratch is None
 
-    def start(self, together: AsyncCollectives, recorder: WorkRecorder | None) -> None:
-        """Have the other thread do it, after everything submitted before."""
+    @property
+    def done(self) -> bool:
+        """Return True if `wait` would not block this thread."""
+        assert self._pending is not None, "it was started"
+        return self._pending.done
+
+    def start(
+        self, together: AsyncCollectives, recorder: WorkRecorder | None, ready: Sequence[Event] | None = None
+    ) -> None:
+        """Have the other thread do it, after everything submitted before, and after the events ``ready``.
+
+        None: after everything that was launched so far.
+        """
         self._recorder = recorder
         self._everyone = range(together.processes)
-        self._ordering.before()
-        self._ready = self._ordering.ready()
+        self._ready = self._ordering.ready() if ready is None else ready
         self._pending = together.start(self._run)
 
     def _run(self, session: CollectiveSession) -> None:
-        buffers = self._ordering.begin(session, self._ready)
+        buffers = self._ordering.begin(session, self._ready, planned=True)
         if self._recorder is None:
             self._communicate(session, buffers)
         else:
@@ -73,7 +82,6 @@ class Submitted:
             what = self._instr or f"{verb} {self.group.name}"
             self._recorder.record(Queue.COLL, what, partial(self._communicate, session, buffers))
         self._over = self._ordering.end()
-        self.done = True
 
     def _communicate(self, session: CollectiveSession, buffers: BufferCollectives) -> None:
         if self.gathers and self.group.common is not None:
@@ -88,9 +96,17 @@ class Submitted:
 
     def wait(self) -> None:
         """Wait until the result may be used, and its memory."""
+        self.end()
+        self.delay(ORDERED_QUEUES)
+
+    def end(self) -> None:
+        """Wait until the other thread is done with it."""
         assert self._pending is not None, "it was started"
         self._pending.wait()
-        self._ordering.after(self._over)
+
+    def delay(self, queues: Sequence[Queue]) -> None:
+        """Make these queues wait for it, after `end`."""
+        self._ordering.after(self._over, queues)
 
 
 class CollectiveQueue:
@@ -103,12 +119,26 @@ class CollectiveQueue:
         self._device, self._watcher = residency.store.device, residency.transfers.watcher
 
     def gather(
-        self, group: ParamGroup, own: torch.Tensor, whole: torch.Tensor, instr: Instr | None = None
+        self,
+        group: ParamGroup,
+        own: torch.Tensor,
+        whole: torch.Tensor,
+        instr: Instr | None = None,
+        ready: Sequence[Event] | None = None,
     ) -> Submitted:
-        """Submit a gather of a group, of which ``own`` is this rank's shard."""
-        self._device.declare_access(Queue.COLL, f"gather {group.name}", (own,), (whole,))
+        """Submit a gather of a group, of which ``own`` is this rank's shard; ``ready``: see `Submitted.start`."""
         what = f"{group.name} in {self._during}"
-        return self._submit(Submitted(self._ordering, group, own, whole, None, what=what, instr=instr))
+        self._ordering.before()
+        self._device.declare_access(Queue.COLL, f"gather {group.name}", (own,), (whole,))
+        return self._submit(Submitted(self._ordering, group, own, whole, None, what=what, instr=instr), ready)
+
+    def wait_for_common(
+        self, group: ParamGroup, mapped: Slot, instr: Instr | None = None, ready: Sequence[Event] | None = None
+    ) -> Submitted:
+        """Submit a wait until all ranks have stepped a group that they map; it counts as the group's gather."""
+        whole = mapped.flat(group.dtype, group.chunk_numel)
+        own = whole[group.rank * group.shard_numel : (group.rank + 1) * group.shard_numel]
+        return self.gather(group, own, whole, instr, ready)
 
     def sum(
         self,
@@ -117,20 +147,35 @@ class CollectiveQueue:
         whole: torch.Tensor,
         scratch: torch.Tensor,
         instr: Instr | None = None,
+        ready: Sequence[Event] | None = None,
     ) -> Submitted:
         """Submit a sum of a group's gradients over ranks; ``whole`` has a value for every element."""
-        self._device.declare_access(Queue.COLL, f"gradients of {group.name}", (whole,), (into, scratch))
         what = f"gradients of {group.name}"
-        return self._submit(Submitted(self._ordering, group, into, whole, scratch, what=what, instr=instr))
+        self._ordering.before()
+        self._device.declare_access(Queue.COLL, what, (whole,), (into, scratch))
+        return self._submit(Submitted(self._ordering, group, into, whole, scratch, what=what, instr=instr), ready)
 
     def fill_gaps(self, group: ParamGroup, records: Collection[ParamState], whole: torch.Tensor) -> None:
         """Write minus zero where this rank has no gradient: it changes no sum, and not the sign of a zero."""
-        gaps = [record.span for record in group.tensors if record not in records]
-        for gap in (*gaps, slice(group.numel, group.chunk_numel)):
-            if gap.stop > gap.start:
-                self._device.declare_access(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
-                whole[gap].fill_(-0.0)
+        self.fill_padding(group, whole)
+        self.fill_missing(group, records, whole)
 
-    def _submit(self, each: Submitted) -> Submitted:
-        each.start(self._together, self._watcher.recorder)
+    def fill_padding(self, group: ParamGroup, whole: torch.Tensor) -> None:
+        """Write minus zero behind the last parameter of a group."""
+        self._fill(group, whole, slice(group.numel, group.chunk_numel))
+
+    def fill_missing(self, group: ParamGroup, records: Collection[ParamState], whole: torch.Tensor) -> bool:
+        """Write minus zero for each parameter of a group but ``records``; return True if there were any."""
+        missing = [record for record in group.tensors if record not in records]
+        for record in missing:
+            self._fill(group, whole, record.span)
+        return bool(missing)
+
+    def _fill(self, group: ParamGroup, whole: torch.Tensor, gap: slice) -> None:
+        if gap.stop > gap.start:
+            self._device.declare_access(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
+            whole[gap].fill_(-0.0)
+
+    def _submit(self, each: Submitted, ready: Sequence[Event] | None) -> Submitted:
+        each.start(self._together, self._watcher.recorder, ready)
         return each

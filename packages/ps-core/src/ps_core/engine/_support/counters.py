@@ -131,12 +131,6 @@ class ByteLedger:
         """Non-model bytes on the compute tier, as last measured or planned."""
         self.highest_nonmodel_bytes = 0
         """The most non-model bytes so far."""
-        self.highest_rise_bytes = 0
-        """The most by which non-model bytes rose within one moment of a backward pass."""
-        self.promoted_bytes = 0
-        """Bytes of shards that are on the compute tier only while there is room for them."""
-        self.peak_besides_bytes = 0
-        """The most bytes of the compute tier in use at one time without promoted shards."""
         self.foreseen_bytes = 0
         """Bytes of the compute tier for a whole pass by its fake trace, if they exceed it; else 0."""
         self.left_over_bytes = 0
@@ -149,7 +143,6 @@ class ByteLedger:
         total = self.used_bytes[tier] = self.used_bytes[tier] + size
         if tier == 0:
             total += self.nonmodel_bytes
-            self.peak_besides_bytes = max(self.peak_besides_bytes, total - self.promoted_bytes)
         self.peak_bytes[tier] = max(self.peak_bytes[tier], total)
 
     def remove(self, tier: int, size: int) -> None:
@@ -170,10 +163,8 @@ class ByteLedger:
         self.nonmodel_bytes = nonmodel_bytes
         self.update_peaks()
 
-    def end_moment(self, peak_nonmodel_bytes: int, *, backward: bool) -> None:
+    def end_moment(self, peak_nonmodel_bytes: int) -> None:
         """Store the most non-model bytes of a moment that has ended."""
-        if backward:
-            self.highest_rise_bytes = max(self.highest_rise_bytes, peak_nonmodel_bytes - self.nonmodel_bytes)
         self.nonmodel_bytes = peak_nonmodel_bytes
         self.update_peaks()
 
@@ -184,16 +175,6 @@ class ByteLedger:
         for tier, used in enumerate(self.used_bytes):
             total = used + (nonmodel if tier == 0 else 0)
             self.peak_bytes[tier] = max(self.peak_bytes[tier], total)
-            if tier == 0:
-                self.peak_besides_bytes = max(self.peak_besides_bytes, total - self.promoted_bytes)
-
-    def note_promoted(self, size: int) -> None:
-        """Count a shard that was promoted to the compute tier; below 0: one that was demoted."""
-        self.promoted_bytes += size
-
-    def note_besides(self, used_bytes: int) -> None:
-        """Store how many bytes of the compute tier are needed by everything but promoted shards."""
-        self.peak_besides_bytes = max(self.peak_besides_bytes, used_bytes)
 
     def note_foreseen(self, needed_bytes: int) -> None:
         """Store a fake trace's bytes for a whole pass, if they are too many; 0: the pass fits."""

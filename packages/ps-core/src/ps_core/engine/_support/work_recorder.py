@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from ps_core._extents import Extent, SegmentName
 from ps_core._plan import Instr, Queue
-from ps_core._program import Extent, SegmentName
 
 T = TypeVar("T")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,11 +26,6 @@ class BatchShape:
         """Return the number of dimensions of each tensor; only batches with the same ones can be compared."""
         return tuple(map(len, self.shapes))
 
-    @property
-    def numel(self) -> int:
-        """Return the number of elements of all tensors."""
-        return sum(map(math.prod, self.shapes))
-
     def covers(self, other: BatchShape | None) -> bool:
         """Return True if no size of the other batch is larger: this one's plan then serves both."""
         if other is None or self.dimensions != other.dimensions:
@@ -44,23 +38,6 @@ class BatchShape:
         pairs = zip(self.shapes, other.shapes, strict=True)
         shapes = tuple(tuple(map(max, mine, yours)) for mine, yours in pairs)
         return BatchShape(shapes, max(self.tokens, other.tokens))
-
-
-class LargestBatch:
-    """Remember the largest batches."""
-
-    def __init__(self) -> None:
-        self._numel = 0
-        self._batches: dict[tuple[int, ...], BatchShape] = {}
-        """The smallest batch that covers all of the same dimensions so far."""
-
-    def grows(self, batch: BatchShape) -> bool:
-        """Note a batch; return True if any size of it, or their product, is larger than ever before."""
-        known, numel = self._batches.get(batch.dimensions), batch.numel
-        grows = known is None or not known.covers(batch) or numel > self._numel
-        self._batches[batch.dimensions] = batch if known is None else known.joined(batch)
-        self._numel = max(self._numel, numel)
-        return grows
 
 
 def batch_of(args: Any, kwargs: Any) -> BatchShape:

@@ -267,7 +267,7 @@ class FakeParameter(FakeTensor):
     """A fake parameter that tells a recorder of every function that uses it, also during recomputation in backward."""
 
     _recorder: FakePassRecorder
-    _away: bool = False
+    _on_host: bool = False
     """True if the parameter is a table that stays on the host: lookups return rows without a fetch."""
 
     @classmethod

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from ps_core._errors import InvalidInput
-from ps_core._program import Precision
+from ps_core._extents import Precision
 from ps_core._trace import Tensor, Trace
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line
@@ -157,7 +157,7 @@ def _traced(
         copied = fakes.copy(model, (*shared, *snapshot.generators))
         for name, parameter in named.items():
             if options.stays_on_host is not None and options.stays_on_host(name):
-                parameter._away = True  # type: ignore[attr-defined]  # a `FakeParameter` by now
+                parameter._on_host = True  # type: ignore[attr-defined]  # a `FakeParameter` by now
             elif originals[name].requires_grad:
                 parameter.register_post_accumulate_grad_hook(recorder.arrive)  # type: ignore[no-untyped-call]
         for tensor in (*copied.buffers(), *_tensors(given)):

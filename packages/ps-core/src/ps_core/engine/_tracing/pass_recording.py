@@ -68,12 +68,12 @@ class PassRecording:
 
     @property
     def peak_nonmodel_bytes(self) -> int:
-        """The most non-model bytes of any moment."""
+        """Return the most non-model bytes of any moment."""
         return max((moment.nonmodel_bytes for moment in self.moments), default=0)
 
     @property
     def moved_activations(self) -> TracedActivations:
-        """The activations that a plan of this pass moves, by moment."""
+        """Return the activations that a plan of this pass moves, by moment."""
         return self.activations.in_trace([moment.backward for moment in self.moments])
 
     def trace(

@@ -16,7 +16,9 @@ is known, and made anew only when a plan wants another length. A slot that does 
 own. Such are slots reserved before there is a plan, and those kept in fp32. So are slots of a step, when there are few
 non-model bytes. All these allocations come from PyTorch's allocator, so that it can use its cached memory for either. A
 block belongs to the stream that was current when the block was made. So the copy streams wait for that stream before
-they use a block, and are recorded as its users. A freed block is not reused before they are done.
+they use a block, and are recorded as its users, once. A freed block is not reused before they are done. Within a block,
+slots follow each other by the engine's own events. A tensor of the user's is recorded at each copy: nobody knows when
+it is freed.
 """
 
 from __future__ import annotations
@@ -188,8 +190,9 @@ class CudaDevice:
             target.copy_(source)
             return
         self._runtime.copy(stream, target, source)
-        self._runtime.used_by(target, stream)
-        self._runtime.used_by(source, stream)
+        for tensor in (target, source):
+            if not self._owned.has(tensor):
+                self._runtime.used_by(tensor, stream)
         self._given(queue)
 
     def declare_access(

@@ -21,6 +21,7 @@ class EngineAllocations:
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
+        """Bytes by storage."""
         self._count = itertools.count()
         self._trackers: dict[int, weakref.ref[AllocatorBytesTracker]] = {}
 
@@ -49,9 +50,13 @@ class EngineAllocations:
 
     def add(self, memory: torch.Tensor, size_bytes: int) -> None:
         """Count so many bytes until a tensor's memory ends."""
-        key = next(self._count)
-        self._sizes[key] = size_bytes
-        weakref.finalize(memory.untyped_storage(), self._sizes.pop, key).atexit = False
+        storage = memory.untyped_storage()
+        self._sizes[storage._cdata] = size_bytes
+        weakref.finalize(storage, self._sizes.pop, storage._cdata).atexit = False
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor lies in the engine's memory."""
+        return tensor.untyped_storage()._cdata in self._sizes
 
 
 class AllocatorBytesTracker:

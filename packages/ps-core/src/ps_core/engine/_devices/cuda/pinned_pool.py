@@ -90,7 +90,7 @@ class PinnedPool:
             self._drop_idle()
 
     def close(self) -> None:
-        """Give back all free memory. A destructor may call this amid any other call, so it takes no lock."""
+        """Give back all free memory. A destructor may call this within any other call, so it takes no lock."""
         self._free = {}
         self._returned.clear()
 

@@ -97,7 +97,7 @@ class CudaRuntime(Protocol):
         """Launch a copy on a stream; the host thread does not wait if its memory is pinned."""
 
     def used_by(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep the allocator from reusing the tensor's memory before the stream has got this far."""
+        """Keep the allocator from reusing the tensor's memory, once it is freed, before the stream has got that far."""
 
     def allocated(self) -> Allocated:
         """Return the allocator's current bytes, its peak, and how often memory ran out."""
@@ -110,7 +110,7 @@ class CudaRuntime(Protocol):
 
     @property
     def cap_bytes(self) -> int | None:
-        """The most that the allocator may take from the device; None: all of it."""
+        """Return the most bytes that the allocator may take from the device; None: all of it."""
 
     def set_cap(self, size_bytes: int | None) -> None:
         """Set the most that the allocator may take from the device; None: all of it."""
@@ -211,7 +211,7 @@ class TorchRuntime:
 
     @property
     def cap_bytes(self) -> int | None:
-        """What PyTorch lets this process take of the device; None: all of it."""
+        """Return the bytes that PyTorch lets this process take of the device; None: all of it."""
         part = torch.cuda.get_per_process_memory_fraction(self.torch_device)
         return None if part >= 1 else round(part * self._whole_bytes)
 

@@ -1,4 +1,4 @@
-"""A tide that counts while a block runs."""
+"""A tracker that counts while a block runs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 
 
 @contextmanager
-def rising(tide: TensorBytesTracker) -> Iterator[TensorBytesTracker]:
-    tide.start()
+def counting(tracker: TensorBytesTracker) -> Iterator[TensorBytesTracker]:
+    tracker.start()
     try:
-        yield tide
+        yield tracker
     finally:
-        tide.stop()
+        tracker.stop()

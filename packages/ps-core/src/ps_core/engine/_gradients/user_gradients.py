@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from ps_core._errors import UnsupportedParameter
+from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._program import Kind
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._gradients.gradient_sums import flatten
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
-from ps_core.engine._optim.group_step import StepDecisions
-from ps_core.engine._optim.on_demand_step import OnDemandStepper
 from ps_core.engine._parameters.errors import compute_tier_too_small
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.residency import Residency
@@ -32,14 +30,19 @@ class UserGradients:
         self,
         residency: Residency,
         gradients: GradientStore,
-        updater: OnDemandStepper,
-        deciding: StepDecisions,
         *,
         loss_scale: LossScale | None,
         finish_pass: Callable[[], None],
+        read: Callable[[ParamState, Kind], torch.Tensor],
+        forget_decision: Callable[[], None],
     ) -> None:
-        self._residency, self._gradients, self._updater = residency, gradients, updater
-        self._deciding, self._loss_scale, self._finish_pass = deciding, loss_scale, finish_pass
+        """Give access to ``gradients``.
+
+        ``read`` copies a parameter's part of a chunk. ``forget_decision`` is called before a gradient changes: a step
+        that broke off is then decided anew.
+        """
+        self._residency, self._gradients, self._loss_scale = residency, gradients, loss_scale
+        self._finish_pass, self._read, self._forget_decision = finish_pass, read, forget_decision
 
     def proxy(self, record: ParamState) -> torch.Tensor | None:
         """Return the tensor without memory that stands for a stored gradient, always the same one, or None."""
@@ -76,7 +79,7 @@ class UserGradients:
 
     def scale_gradient(self, record: ParamState, factor: float) -> None:
         """Multiply the gradient's factor, which the step applies, by this one."""
-        self._deciding.forget()
+        self._forget_decision()
         self._gradients.scale(record, factor)
 
     def read_gradient(self, record: ParamState) -> torch.Tensor:
@@ -90,7 +93,7 @@ class UserGradients:
             value = own.detach().to(torch.float32, copy=True)
         else:
             kind = KINDS.get(record.gradient, record.group.weight)
-            value = self._updater.read(record, kind)
+            value = self._read(record, kind)
             if tier := record.group.chunks[kind].home.tier:
                 self._residency.transfers.watcher.moved(tier, 0, value.nbytes)
             value = value.to(store.device.torch_device, torch.float32)
@@ -107,7 +110,7 @@ class UserGradients:
     def write_gradient(self, record: ParamState, value: torch.Tensor) -> None:
         """Replace the stored gradient by an fp32 tensor, unrounded; if 16 bits cannot hold it, store it as a sum."""
         self._gradients.replaced(record, value)
-        self._deciding.forget()
+        self._forget_decision()
         rounded = value.to(record.dtype)
         if record.gradient is GradientPlace.IN_WEIGHT_SLOT and not same_values(rounded, value):
             self._gradients.restore_weights(record.group)

@@ -1,4 +1,4 @@
-"""The tide stays where it belongs, whatever the user does with torch's modes, and leaves when it should."""
+"""The tracker stays where it belongs, whatever the user does with torch's modes, and leaves when it should."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from _rising import rising
+from _counting import counting
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 
 FP32 = 4
@@ -50,28 +50,28 @@ def _stack_is_left_empty() -> Iterator[None]:
 
 def test_a_users_mode_left_between_forward_and_backward_pops_itself() -> None:
     layer, x = nn.Linear(4, 4), torch.ones(2, 4)
-    tide, watch = TensorBytesTracker(), Watch()
+    tracker, watch = TensorBytesTracker(), Watch()
     with watch:
-        tide.start()
-        assert stack() == [tide, watch]
+        tracker.start()
+        assert stack() == [tracker, watch]
         total = layer(x).sum()
-    assert stack() == [tide]
+    assert stack() == [tracker]
     seen = len(watch.seen)
     assert seen
-    before = tide.current_bytes
+    before = tracker.current_bytes
     total.backward()
     assert len(watch.seen) == seen
-    assert tide.current_bytes == before + (4 * 4 + 4) * FP32
-    tide.stop()
+    assert tracker.current_bytes == before + (4 * 4 + 4) * FP32
+    tracker.stop()
 
 
 def test_a_users_mode_entered_between_start_and_stop_stays() -> None:
-    tide, outer, inner = TensorBytesTracker(), Watch(), Watch()
+    tracker, outer, inner = TensorBytesTracker(), Watch(), Watch()
     with outer:
-        tide.start()
+        tracker.start()
         with inner:
-            tide.stop()
-            tide.stop()
+            tracker.stop()
+            tracker.stop()
             assert stack() == [outer, inner]
             torch.ones(3)
             assert inner.seen == outer.seen
@@ -87,7 +87,7 @@ ACTIONS = st.lists(
 @given(ACTIONS)
 @settings(max_examples=200, deadline=None)
 def test_users_modes_stay_in_their_order_whatever_happens(actions: list[str]) -> None:
-    tide, other = TensorBytesTracker(), TensorBytesTracker()
+    tracker, other = TensorBytesTracker(), TensorBytesTracker()
     on: set[str] = set()
     entered: list[Watch] = []
     try:
@@ -101,22 +101,22 @@ def test_users_modes_stay_in_their_order_whatever_happens(actions: list[str]) ->
                 with pytest.raises(RuntimeError, match="shape"):
                     torch.ones(3).view(2, 2)
             elif action in {"start", "stop"}:
-                getattr(tide, action)()
-                (on.add if action == "start" else on.discard)("tide")
+                getattr(tracker, action)()
+                (on.add if action == "start" else on.discard)("tracker")
             elif action.startswith("other"):
                 getattr(other, action.split()[1])()
                 (on.add if action == "other start" else on.discard)("other")
             assert [mode for mode in stack() if isinstance(mode, Watch)] == entered
-            assert {"tide": tide in stack(), "other": other in stack()} == {
-                name: name in on for name in ("tide", "other")
+            assert {"tracker": tracker in stack(), "other": other in stack()} == {
+                name: name in on for name in ("tracker", "other")
             }
             assert stack()[len(on) :] == entered
             assert len(stack()) == len(on) + len(entered)
-            counts = [counter.current_bytes for counter in (tide, other)]
+            counts = [counter.current_bytes for counter in (tracker, other)]
             seen = [len(watch.seen) for watch in entered]
             made = torch.ones(10)
-            assert [counter.current_bytes for counter in (tide, other)] == [
-                counts[0] + 40 * ("tide" in on),
+            assert [counter.current_bytes for counter in (tracker, other)] == [
+                counts[0] + 40 * ("tracker" in on),
                 counts[1] + 40 * ("other" in on),
             ]
             assert all(len(watch.seen) > was for watch, was in zip(entered, seen, strict=True))
@@ -124,28 +124,28 @@ def test_users_modes_stay_in_their_order_whatever_happens(actions: list[str]) ->
     finally:
         while entered:
             entered.pop().__exit__(None, None, None)
-        tide.stop()
+        tracker.stop()
         other.stop()
 
 
 def test_stopping_within_backward_counts_no_more_and_the_next_entry_takes_it_off() -> None:
-    tide = TensorBytesTracker()
+    tracker = TensorBytesTracker()
     x = torch.zeros(10, requires_grad=True)
     counts: list[int] = []
 
     def stop(gradient: torch.Tensor) -> None:
-        tide.stop()
-        counts.append(tide.current_bytes)
+        tracker.stop()
+        counts.append(tracker.current_bytes)
 
-    tide.start()
+    tracker.start()
     y = x.exp()
     y.register_hook(stop)
     (y * 1).sum().backward()
     # Backward ends by restoring the stack of its beginning: that is torch's way, and why `stop` is called again.
-    assert stack() == [tide]
+    assert stack() == [tracker]
     made = torch.ones(1000)
-    assert tide.current_bytes <= counts[0]
-    tide.stop()
+    assert tracker.current_bytes <= counts[0]
+    tracker.stop()
     assert stack() == []
     del made, y
 
@@ -163,31 +163,31 @@ def test_an_exception_leaves_nothing_behind(where: str) -> None:
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("mine")
 
-    tide = TensorBytesTracker()
+    tracker = TensorBytesTracker()
     x = torch.zeros(10, requires_grad=True)
-    tide.start()
+    tracker.start()
     with pytest.raises(RuntimeError, match="mine"):
         Fails.apply(x.exp()).sum().backward()
     gc.collect()
-    assert tide.current_bytes == 0
-    tide.start()  # the next iteration's
-    assert stack() == [tide]
+    assert tracker.current_bytes == 0
+    tracker.start()  # the next iteration's
+    assert stack() == [tracker]
     y = x.exp()
-    assert tide.current_bytes == 10 * FP32
-    tide.stop()
+    assert tracker.current_bytes == 10 * FP32
+    tracker.stop()
     del y
 
 
 def test_under_a_fake_tensor_mode_it_does_nothing() -> None:
-    tide = TensorBytesTracker()
+    tracker = TensorBytesTracker()
     with FakeTensorMode():
-        tide.start()
-        assert tide not in stack()
+        tracker.start()
+        assert tracker not in stack()
         torch.ones(10)
-    assert tide.take_peak() == 0
-    with rising(tide), FakeTensorMode() as mode:
+    assert tracker.take_peak() == 0
+    with counting(tracker), FakeTensorMode() as mode:
         fake = torch.ones(10) + mode.from_tensor(torch.ones(10))
-        assert tide.take_peak() == 0
+        assert tracker.take_peak() == 0
     del fake
 
 
@@ -211,16 +211,16 @@ class Wrapper(torch.Tensor):
 @pytest.mark.parametrize("above", [False, True])
 def test_wrapper_subclasses_count_what_they_wrap(above: bool) -> None:
     wrapped = Wrapper(torch.ones(100))
-    tide, watch = TensorBytesTracker(), Watch()
-    with rising(tide), ExitStack() as scope:
+    tracker, watch = TensorBytesTracker(), Watch()
+    with counting(tracker), ExitStack() as scope:
         if above:
             scope.enter_context(watch)
         result = wrapped + wrapped
-        assert tide.current_bytes == 100 * FP32
-        assert tide.take_peak() == 200 * FP32  # the sum, and the sum times one
+        assert tracker.current_bytes == 100 * FP32
+        assert tracker.take_peak() == 200 * FP32  # the sum, and the sum times one
         assert watch.seen == (["aten::add"] if above else [])
     del result
-    assert tide.current_bytes == 0
+    assert tracker.current_bytes == 0
 
 
 def test_a_compiled_submodule_stays_compiled() -> None:
@@ -229,10 +229,10 @@ def test_a_compiled_submodule_stays_compiled() -> None:
     layer = torch.compile(nn.Sequential(nn.Linear(100, 200), nn.GELU()), backend="aot_eager")
     x = torch.ones(50, 100)
     counters.clear()
-    with rising(TensorBytesTracker()) as tide:
+    with counting(TensorBytesTracker()) as tracker:
         out = layer(x)
         assert counters["frames"]["ok"] == counters["frames"]["total"] == 1
-        assert tide.current_bytes == 2 * 50 * 200 * FP32  # what GELU was given and what it made
+        assert tracker.current_bytes == 2 * 50 * 200 * FP32  # what GELU was given and what it made
     del out
     torch._dynamo.reset()
 
@@ -242,9 +242,9 @@ def test_higher_order_operators_pass() -> None:
 
     q = torch.randn(1, 2, 128, 16)
     plain = flex_attention_without_warning(flex_attention, q)
-    with rising(TensorBytesTracker()) as tide:
+    with counting(TensorBytesTracker()) as tracker:
         counted = flex_attention_without_warning(flex_attention, q)
-        assert tide.current_bytes >= q.numel() * FP32
+        assert tracker.current_bytes >= q.numel() * FP32
     assert torch.equal(plain, counted)
 
 
@@ -258,29 +258,29 @@ def flex_attention_without_warning(attention: Any, q: torch.Tensor) -> torch.Ten
 
 
 def test_two_threads_have_a_stack_each() -> None:
-    tide = TensorBytesTracker()
+    tracker = TensorBytesTracker()
     errors: list[BaseException] = []
 
     def other() -> None:
         try:
             assert stack() == []
-            tide.start()
-            assert stack() == [tide]
+            tracker.start()
+            assert stack() == [tracker]
             torch.ones(10)
-            tide.stop()
+            tracker.stop()
             assert stack() == []
         except BaseException as error:
             errors.append(error)
 
-    tide.start()
+    tracker.start()
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
     assert not errors
-    assert tide.take_peak() == 10 * FP32
+    assert tracker.take_peak() == 10 * FP32
     made = torch.ones(1000)
-    assert tide.current_bytes == 0  # stopped there; here it lies idle until the next call
-    tide.start()
-    assert stack() == [tide]
-    tide.stop()
+    assert tracker.current_bytes == 0  # stopped there; here it lies idle until the next call
+    tracker.start()
+    assert stack() == [tracker]
+    tracker.stop()
     del made

@@ -1,0 +1,103 @@
+"""End the management of a model: return its parameters, or free the memory of a model that nothing refers to."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ps_core._errors import InvalidInput
+from ps_core.engine._execution.engine import Engine
+from ps_core.engine._parameters.errors import changed_in_place
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, accept_changes, plain_value, unmanage
+from ps_core.engine._parameters.unmanaged import move_unmanaged
+from ps_core.engine._support.interrupts import defer_interrupts_installing, uninstall
+
+
+class ModelLifetime:
+    """Free an engine's memory as soon as no module with managed parameters is left, although its optimizer is."""
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._model, self._engine = weakref.ref(model), engine
+        self._owners: set[int] = set()
+        """Modules with managed parameters that are watched, by id."""
+
+    @defer_interrupts_installing
+    def watch(self, model: nn.Module) -> None:
+        """Watch for the end of the modules that have managed parameters now."""
+        for module in model.modules():
+            managed = any(isinstance(parameter, ManagedParameter) for parameter in module._parameters.values())
+            if managed and id(module) not in self._owners:
+                self._owners.add(id(module))
+                weakref.finalize(module, self._owner_died, id(module)).atexit = False
+
+    def _owner_died(self, owner: int) -> None:
+        """Note that a module with managed parameters was freed; with the last one, free the engine's memory."""
+        self._owners.discard(owner)
+        model = self._model()
+        if not self._owners and model is not None:
+            self.watch(model)  # others may have taken the parameters over
+        if not self._owners and not self._engine.usability.released:
+            _free_memory(self._engine)
+
+
+def _free_memory(engine: Engine) -> None:
+    """Release all chunks and slots; nothing can use the parameters any more."""
+    forked = engine.store.forked  # then the tiers are the parent's
+    engine.usability.mark_released()
+    engine.residency.exposed.clear()
+    if not forked:
+        engine.store.end_work()
+    for group in engine.groups:
+        for record in group.tensors:
+            record.mark_discarded()
+            accept_changes(record)
+            engine.residency.unbind(record)
+        if not forked:
+            engine.residency.release_chunks(group)
+    engine.passes.nonmodel.stop()  # the last backward pass may have left its mode on
+    if engine.passes.recording is not None:
+        uninstall()
+    if not forked:
+        engine.store.close()
+
+
+def return_parameters(engine: Engine, model: nn.Module | None, remove_hooks: Callable[[], None]) -> None:
+    """Make plain parameters on the CPU, in the computed type: other tiers may have too little memory.
+
+    ``remove_hooks`` is called when nothing can fail any more. Warnings name the caller of the caller's caller.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise InvalidInput("release(model) inside a backward pass: call it after backward has returned")
+    engine.usability.check_not_materialized("release(model)")
+    worker = engine.store.device.worker
+    failure = None if worker is None else worker.forget_failure()
+    read = engine.read if failure is None else engine.read_master
+    engine.saved.pop_to(0)  # whatever an interrupt left
+    engine.finish_pass()
+    engine.stepping.end()
+    engine.discard_gradients()
+    engine.residency.exposed.check()
+    for record in dict.fromkeys(engine.residency.pop_tampered()):
+        lost = changed_in_place(record.name)
+        warnings.warn(f"release(model) goes without what was written: {lost}", stacklevel=5)
+    engine.usability.mark_released()
+    remove_hooks()
+    for group in engine.groups:
+        for record in group.tensors:
+            value = plain_value(record, read)
+            engine.residency.unbind(record)
+            unmanage(record.parameter, value)
+        engine.residency.release_chunks(group)
+    if model is not None:
+        move_unmanaged(model, torch.device("cpu"))
+    engine.store.close()
+    if failure is not None:
+        warnings.warn(
+            "release(model) after work of the processor failed: parameters are a mixture of old and new, so load a "
+            f"checkpoint; it failed with {type(failure).__name__}: {failure}",
+            stacklevel=5,
+        )

@@ -1,0 +1,91 @@
+"""Make the optimizer's state dict from its groups and states, and check a given one; see [Note: one format]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from ps_core._errors import InvalidInput
+from ps_core.engine._optim.rules import OptimizerRule
+from ps_core.engine._optim.state_format import MASTER, StateEntry, StateFormat
+
+if TYPE_CHECKING:
+    from ps_core.engine._parameters.param_state import ParamState
+
+MASTERS, LOSS_SCALE = "masters", "loss_scale"
+Groups = Sequence[dict[str, Any]]
+"""An optimizer's ``param_groups``, or those of a state dict."""
+
+
+def pack(
+    rule: OptimizerRule,
+    groups: Groups,
+    members: Sequence[Sequence[ParamState]],
+    values_of: Callable[[ParamState], dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the state dict of ``groups``; ``values_of`` returns a parameter's entry, ``members`` are by group."""
+    state, packed, index = {}, [], 0
+    for group, records in zip(groups, members, strict=True):
+        settings = rule.for_torch({key: value for key, value in group.items() if key != "params"})
+        packed.append({**settings, "params": list(range(index, index + len(records)))})
+        for record in records:
+            if values := values_of(record):
+                state[index] = values
+            index += 1
+    found: dict[str, Any] = {"state": state, "param_groups": packed}
+    alone = {index: entry[MASTER] for index, entry in state.items() if [*entry] == [MASTER]}
+    if alone and not rule.starts_from_zeros:
+        found[MASTERS] = alone
+        found["state"] = {index: entry for index, entry in state.items() if index not in alone}
+    return found
+
+
+def unpack(
+    given: Mapping[str, Any], records: Iterable[ParamState], state_format: StateFormat
+) -> dict[ParamState, StateEntry]:
+    """Return the checked entry of each parameter; ``given`` has groups as large as the optimizer's."""
+    keys = (key for group in given["param_groups"] for key in group["params"])
+    apart = given.get(MASTERS, {})  # an earlier format's
+    return {
+        record: state_format.check(
+            record, {**given["state"].get(key, {}), **({"master": apart[key]} if key in apart else {})}
+        )
+        for record, key in zip(records, keys, strict=True)
+    }
+
+
+def match_groups(rule: OptimizerRule, groups: Groups, sizes: list[int], saved: Groups) -> list[dict[str, Any]]:
+    """Return the groups with the saved numbers; raise `InvalidInput` if the saved groups do not match.
+
+    ``sizes``: how many parameters each group has.
+    """
+    found = [len(group["params"]) for group in saved]
+    if sizes != found:
+        raise InvalidInput(
+            f"this state has groups of {found} parameters, the optimizer has groups of {sizes}: param_groups[0] "
+            "is what no Group matches, then one for each Group, frozen parameters included"
+        )
+    matched = []
+    for index, (own, theirs) in enumerate(zip(groups, saved, strict=True)):
+        rule.check(f"the state's param_groups[{index}]", theirs)
+        _check_order(index, own["param_names"], theirs.get("param_names"))
+        wanted = [key for key, value in rule.groups[index].items() if not isinstance(value, bool | None)]
+        absent = [key for key in wanted if key not in theirs]
+        if absent:
+            raise InvalidInput(f"the state's param_groups[{index}] has no {absent[0]!r}: is it {rule.name}'s?")
+        names = {key: own[key] for key in ("params", "param_names", LOSS_SCALE) if key in own}
+        numbers = {key: value for key, value in theirs.items() if key not in names and key != LOSS_SCALE}
+        matched.append({**own, **deepcopy(numbers), **names})
+        rule.read(index, matched[-1])
+    return matched
+
+
+def _check_order(index: int, own: Sequence[str], saved: Sequence[str] | None) -> None:
+    """Refuse the same names in another order: states go by place. Other names may have a wrapper's prefix."""
+    if saved is not None and list(saved) != list(own) and sorted(saved) == sorted(own):
+        place = next(place for place, (one, other) in enumerate(zip(own, saved, strict=True)) if one != other)
+        raise InvalidInput(
+            f"the state's param_groups[{index}] has {saved[place]!r} at place {place}, where this model has "
+            f"{own[place]!r}: states belong to places. Register modules in the order of the model that was saved"
+        )

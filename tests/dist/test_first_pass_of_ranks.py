@@ -1,0 +1,99 @@
+"""The first pass of ranks that share a model: by a plan where every rank can foresee it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from _one_process import adds_like
+from _threads import Together, run
+from _zero_cases import states
+from ps_core import AdamW, Budget, Options
+from ps_core.engine import chunked, release, statistics
+from test_planned_ranks import Experts, Pass, one_pass
+
+
+class Unforeseen(Experts):
+    """Looks at a value where the pass says that it fails, which fake tensors do not have; it does not fail."""
+
+    def forward(self, x: torch.Tensor, done: Pass, held: list[torch.Tensor]) -> torch.Tensor:
+        if done.fails:
+            float(x.sum())
+        return super().forward(x, Pass(done.chosen), held)
+
+
+class Twofold(Experts):
+    """Uses another expert when it runs than when it is foreseen."""
+
+    def forward(self, x: torch.Tensor, done: Pass, held: list[torch.Tensor]) -> torch.Tensor:
+        foreseen = isinstance(x, torch._subclasses.FakeTensor)
+        return super().forward(x, Pass((3,)) if foreseen and done.fails else Pass(done.chosen), held)
+
+
+def trained(each: Together, kind: type[Experts], first: tuple[Pass, ...], precision: str, kib: int | None) -> Any:
+    """Three steps beside one process; per step the planned passes, divergences and questions."""
+    fronts: list[tuple[nn.Module, Any]] = []
+    for together in (each, None):
+        device = "cpu" if kib is None or together is None else "emulated"
+        budget = Budget(host=2**24) if device == "cpu" else Budget(device=(kib or 0) * 2**10, host=2**24)
+        options = Options(group_bytes=16 * 17 * (4 if precision == "fp32" else 2), poison=device != "cpu")
+        fronts.append(
+            chunked(
+                kind(),
+                AdamW(lr=1e-2),
+                device=device,
+                budget=budget,
+                precision=precision,
+                accumulation_steps=1 if together else 2,
+                collectives=together,
+                options=options,
+            )
+        )
+    (model, optimizer), (single, reference) = fronts
+    rows = []
+    for step in range(3):
+        parts = first if not step else [Pass((0, 1))] * 2
+        one_pass(model, step, each.rank, parts[each.rank], [])
+
+        def alone(part: int, step: int = step, parts: Any = parts) -> None:
+            one_pass(single, step, part, Pass(parts[part].chosen), [])
+
+        adds_like(each.mesh, single, reference, alone, 2, rounds=precision != "fp32")
+        for front in (optimizer, reference):
+            front.step()
+            front.zero_grad()
+        found, wanted = states(optimizer), states(reference)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items()), step
+        told = statistics(model)
+        rows.append((told.planned_passes, told.divergences, each.asked > 0))
+    assert all(tier.peak_bytes <= tier.budget_bytes for tier in statistics(model).tiers.values())
+    release(model)
+    release(single)
+    return rows
+
+
+@pytest.mark.parametrize("kib", [None, 12, 40])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ranks_follow_a_plan_in_their_first_pass_already(precision: str, kib: int | None) -> None:
+    found, meeting = run(2, trained, Experts, (Pass((0, 1)), Pass((1, 2))), precision, kib)
+    assert found == [[(1, 0, False), (2, 0, False), (3, 0, False)]] * 2
+    assert "the recorded pass" not in meeting.log, "the estimate held"
+
+
+@pytest.mark.parametrize("kib", [None, 12])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_where_one_rank_cannot_foresee_its_pass_the_first_one_follows_no_plan(precision: str, kib: int | None) -> None:
+    first = (Pass((0, 1)), Pass((1, 2), fails=True))
+    found, _ = run(2, trained, Unforeseen, first, precision, kib)
+    assert found == [[(0, 0, True), (1, 0, True), (2, 0, True)]] * 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_wrong_estimate_is_planned_anew_from_the_pass_that_ran(precision: str) -> None:
+    first = (Pass((0, 1)), Pass((0, 1), fails=True))
+    found, meeting = run(2, trained, Twofold, first, precision, 40)
+    assert [rows[-1] for rows in found] == [(3, 0, False)] * 2
+    assert meeting.log.count("the recorded pass") == 1

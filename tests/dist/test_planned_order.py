@@ -1,0 +1,97 @@
+"""Ranks that follow a plan on CUDA devices which the CPU plays: all is ordered, and a wait that is left out is found.
+
+Collectives are launched on each rank's stream of collectives, as NCCL's are, by the thread of collectives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from _checked_cuda import COMM_THREAD, CheckedCuda
+from _fake_cuda import FakeRuntime
+from _threads import Session, Together, run
+from ps_core import AdamW, Budget, Options
+from ps_core.engine import chunked, release, statistics
+from ps_core.engine._sharding.collective_waits import CollectiveWaits
+
+WIDTH, LAYERS, STEPS = 40, 6, 4
+
+
+class OnStream:
+    """The collectives of a session, launched on a stream."""
+
+    def __init__(self, session: Session, carrier: Any) -> None:
+        self._session, self._carrier = session, carrier
+
+    def all_gather(self, into: Tensor | None, shard: Tensor, what: str, takers: Collection[int]) -> None:
+        with self._carrier.on_stream(what, (shard,), () if into is None else (into,)):
+            self._session.all_gather(into, shard, what, takers)
+
+    def reduce_scatter(self, into: Tensor, source: Tensor | None, scratch: Tensor, what: str, **how: Any) -> None:
+        with self._carrier.on_stream(what, () if source is None else (source,), (into, scratch)):
+            self._session.reduce_scatter(into, source, scratch, what, **how)
+
+
+def train(
+    each: Together, precision: str, micro_batches: int, device_kib: int, poison: bool, checked: bool
+) -> tuple[list[Tensor], set[str]]:
+    """Return the weights, and which kinds of work may meet."""
+    runtime = FakeRuntime(each.rank + 1)
+    device: Any = "emulated"
+    if checked:
+        card: Any = each
+        card.staging_bytes = lambda *_: 0
+        card._session.on_device = lambda carrier, *, planned: OnStream(card._session, carrier)
+        each._thread.submit(lambda: setattr(threading.current_thread(), "name", COMM_THREAD)).result()
+        device = CheckedCuda(runtime)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    seeded = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=WIDTH**-0.5, generator=seeded)
+    with runtime:
+        managed, optimizer = chunked(
+            model, AdamW(lr=1e-2), device=device, precision=precision, accumulation_steps=micro_batches,
+            budget=Budget(device=device_kib * 2**10, host=2**24), collectives=each,
+            options=Options(group_bytes=WIDTH * (WIDTH + 1) * (4 if precision == "fp32" else 2), poison=poison),
+        )  # fmt: skip
+        assert optimizer is not None
+        for step in range(STEPS):
+            for micro in range(micro_batches):
+                inputs = torch.Generator().manual_seed(100 * step + 10 * micro + each.rank)
+                managed(torch.randn(3, WIDTH, generator=inputs)).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        told = statistics(managed)
+        assert told.divergences == 0, told.last_divergence
+        assert told.planned_passes >= (STEPS - 1) * micro_batches
+        release(managed)
+    return [parameter.detach().clone() for parameter in model.parameters()], device.unordered if checked else set()
+
+
+WAYS = [("bf16", 1, 44), ("bf16", 1, 200), ("bf16", 2, 60), ("fp32", 1, 60), ("fp32", 2, 100)]
+
+
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize(("precision", "micro_batches", "device_kib"), WAYS)
+def test_planned_collectives_are_ordered(precision: str, micro_batches: int, device_kib: int, poison: bool) -> None:
+    found, _ = run(2, train, precision, micro_batches, device_kib, poison, True)
+    wanted, _ = run(2, train, precision, micro_batches, device_kib, poison, False)
+    for (weights, unordered), (others, _) in zip(found, wanted, strict=True):
+        assert not unordered
+        assert all(map(torch.equal, weights, others))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "wanted"),
+    [("before_next", "COLL reads what H2D writes"), ("delay_user", "COMPUTE reads what COLL writes")],
+)
+def test_a_wait_that_is_left_out_is_found(left_out: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CollectiveWaits, left_out, lambda *_: None)
+    for _, unordered in run(2, train, "bf16", 1, 44, False, True)[0]:
+        assert wanted in unordered
