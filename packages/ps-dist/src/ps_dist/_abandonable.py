@@ -25,7 +25,7 @@ class AbandonableCall:
 
     @property
     def failed(self) -> bool:
-        """True once it has raised."""
+        """Return True once it has raised."""
         return self.error is not None
 
     def wait(self, limit_s: float, why_give_up: Callable[[], str] = str) -> str:

@@ -107,7 +107,7 @@ class TorchCollectives:
 
     @property
     def mesh(self) -> Mesh:
-        """Which ranks share a copy of the model with this process, and which have the same shard."""
+        """Return which ranks share a copy of the model with this process, and which have the same shard."""
         return self._mesh
 
     # Jobs.
@@ -207,7 +207,7 @@ class TorchCollectives:
 
     @property
     def card(self) -> int | None:
-        """The only CUDA device whose memory this process can use in collectives; None: any."""
+        """Return the only CUDA device whose memory this process can use in collectives; None: any."""
         return None if self._nccl is None else self._nccl.device.index
 
     def reach(self, where: torch.device, why_by_host: str = "") -> str | None:

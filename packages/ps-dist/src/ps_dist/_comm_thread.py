@@ -35,7 +35,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """True once `wait` returns (or raises) at once."""
+        """Return True once `wait` returns (or raises) at once."""
         return self._over.is_set()
 
     def wait(self) -> None:
@@ -92,7 +92,7 @@ class CommThread:
 
     @property
     def current(self) -> tuple[HistoryEntry, float] | None:
-        """The collective that waits for other ranks, and for how many seconds it has; None between collectives.
+        """Return the collective that waits for other ranks, and for how many seconds it has; None between collectives.
 
         The device carries out what was launched, in order; this thread does the others.
         """
@@ -104,7 +104,10 @@ class CommThread:
 
     @property
     def device_waits(self) -> bool:
-        """True if a device waits for other ranks; connections that break do not tell that one of them has ended."""
+        """Return True if a device waits for other ranks.
+
+        Connections that break do not tell then that a rank has ended.
+        """
         launched = self._launched.oldest()
         return launched is not None and launched.begun_at_s is not None
 

@@ -30,7 +30,7 @@ class HistoryEntry(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """The part of the fingerprint that a message's 32-bit tag holds."""
+        """Return the part of the fingerprint that a message's 32-bit tag holds."""
         return int(self.fingerprint, 16) & 0x7FFFFFFF
 
 
@@ -52,7 +52,7 @@ class CollectiveHistory:
 
     @property
     def last(self) -> HistoryEntry:
-        """The latest entry."""
+        """Return the latest entry."""
         return self._last
 
     def tail(self) -> list[HistoryEntry]:

@@ -32,26 +32,26 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """The number of processes that share a copy."""
+        """Return the number of processes that share a copy."""
         return self.size // self.copies
 
     @property
     def shard(self) -> int:
-        """The index of this process's shard."""
+        """Return the index of this process's shard."""
         return self.rank % self.shards
 
     @property
     def shard_peers(self) -> tuple[int, ...]:
-        """The ranks that share this process's copy, in the order of their shards."""
+        """Return the ranks that share this process's copy, in the order of their shards."""
         first = self.rank - self.shard
         return tuple(range(first, first + self.shards))
 
     @property
     def replica_peers(self) -> tuple[int, ...]:
-        """The ranks that hold the same shard, one a copy."""
+        """Return the ranks that hold the same shard, one a copy."""
         return tuple(range(self.shard, self.size, self.shards))
 
     @property
     def everyone(self) -> tuple[int, ...]:
-        """All ranks."""
+        """Return all ranks."""
         return tuple(range(self.size))

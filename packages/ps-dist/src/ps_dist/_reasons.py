@@ -70,7 +70,7 @@ class Wait:
 
     @property
     def number(self) -> int:
-        """The collective's number."""
+        """Return the collective's number."""
         return 0 if self.entry is None else self.entry.number
 
 

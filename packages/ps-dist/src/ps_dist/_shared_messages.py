@@ -226,7 +226,7 @@ def _next_bytes(message: Message, width: int) -> Tensor:
 
 
 def _is_over(connection: PeerConnection, message: Message) -> bool:
-    """True if the message was read to its end, and its sender must be told; it is forgotten then."""
+    """Return True if the message was read to its end, and its sender must be told; it is forgotten then."""
     return message.read_bytes == message.memory.nbytes and connection.pop()
 
 

@@ -17,7 +17,7 @@ class Timeouts:
 
     @property
     def look_s(self) -> float:
-        """Seconds between two looks of the watchdog."""
+        """Return the seconds between two looks of the watchdog."""
         return min(1.0, max(0.05, self.timeout_s / 60))
 
     @property
@@ -27,22 +27,22 @@ class Timeouts:
 
     @property
     def failure_grace_s(self) -> float:
-        """Seconds that the others have to explain a failure of this rank's transport that names no rank."""
+        """Return the seconds that the others have to explain a failure of this rank's transport that names no rank."""
         return 5 * self.look_s
 
     @property
     def answer_s(self) -> float:
-        """A rank, or the store, that took longer to answer is called silent when the timeout ends the wait."""
+        """Return after how many seconds without an answer a rank is called silent, when the timeout ends the wait."""
         return 10 * self.look_s
 
     @property
     def exit_s(self) -> float:
-        """Most seconds that a rank which leaves after an error stays, so that the others can read why."""
+        """Return the most seconds that a rank which leaves after an error stays, so that the others can read why."""
         return 10 * self.look_s
 
     @property
     def hopeless_s(self) -> float:
-        """After so long the watchdog itself must have failed."""
+        """Return the seconds after which the watchdog itself must have failed."""
         return 1.5 * self.timeout_s + 5
 
 

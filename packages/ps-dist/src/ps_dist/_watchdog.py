@@ -123,7 +123,7 @@ class Watchdog:
         return alarm
 
     def _waits(self) -> bool:
-        """True if a collective of this rank takes long or failed, so that the other ranks must be asked."""
+        """Return True if a collective of this rank takes long or failed, so that the other ranks must be asked."""
         if self._comm.error is not None:
             return False
         current = self._comm.current

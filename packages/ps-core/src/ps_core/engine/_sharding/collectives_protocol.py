@@ -16,7 +16,7 @@ class CommonMemory(Protocol):
 
     @property
     def memory(self) -> torch.Tensor:
-        """The bytes themselves: the other ranks see what is written here."""
+        """Return the bytes themselves: the other ranks see what is written here."""
 
     def map_privately(self, start: int, size_bytes: int) -> torch.Tensor:
         """Return a new mapping of some bytes, which shows what ranks write; what is written to it, they do not see.
@@ -92,11 +92,11 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
 
     @property
     def copy(self) -> int:
-        """Which copy of the model this process has a part of, from 0."""
+        """Return which copy of the model this process has a part of, from 0."""
 
     @property
     def local_ranks(self) -> int:
-        """Processes on this computer."""
+        """Return the number of processes on this computer."""
 
     @property
     def process(self) -> int:
@@ -104,7 +104,7 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
 
     @property
     def processes(self) -> int:
-        """All processes that do the same things, copies of the model included."""
+        """Return the number of all processes that do the same things, copies of the model included."""
 
     def start(self, job: Callable[[CollectiveSession], None]) -> Pending:
         """Run a job on the communication thread, after all jobs started before."""
@@ -154,7 +154,7 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
 
     @property
     def card(self) -> int | None:
-        """The only CUDA device whose memory this process can have collectives of; None: any."""
+        """Return the only CUDA device whose memory this process can have collectives of; None: any."""
 
     def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
         """Return the values of all ranks, one row each; ``shards_only``: of ranks that share one copy of the model."""

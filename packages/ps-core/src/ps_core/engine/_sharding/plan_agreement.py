@@ -97,7 +97,7 @@ class RanksPlanRequest(PlanRequest):
         return self._smallest
 
     def _find(self, trace: Trace, layout: Layout, tiers: tuple[Tier, ...]) -> Planned:
-        """Have rank 0 search, and every rank verify what it found."""
+        """Search on rank 0, and verify on every rank what it found."""
         planned, text, error = None, "", None
         if self._together.process == 0:
             try:

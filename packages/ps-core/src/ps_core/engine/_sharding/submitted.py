@@ -52,7 +52,7 @@ class Submitted:
 
     @property
     def gathers(self) -> bool:
-        """True: it is a gather; False: it is a sum."""
+        """Return True for a gather, False for a sum."""
         return self._scratch is None
 
     @property
@@ -64,7 +64,7 @@ class Submitted:
     def start(
         self, together: AsyncCollectives, recorder: WorkRecorder | None, ready: Sequence[Event] | None = None
     ) -> None:
-        """Have the other thread do it, after everything submitted before, and after the events ``ready``.
+        """Queue it for the other thread, after everything submitted before, and after the events ``ready``.
 
         None: after everything that was launched so far.
         """
