@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ps_dist
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace

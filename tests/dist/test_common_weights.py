@@ -14,7 +14,7 @@ import _memory_cases as cases
 from _crew import Crew
 from _threads import Together, run
 from ps_core import SGD, Budget, Options, UnsupportedParameter
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
 from ps_dist._shared_memory import CommonMemory

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import Precision
 from ps_core._layout import lay_out
 from ps_core._plan import Tier
 from ps_core._planner import plan_cache
 from ps_core._planner.plan_cache import find_plan_again
 from ps_core._planner.search import Setup
-from ps_core._program import Precision
 from ps_core._simulate.machine import machine
 from ps_core._verify import verify
 from ps_core._workloads.named_shapes import shape

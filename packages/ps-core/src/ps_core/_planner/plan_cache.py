@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ps_core._errors import InvalidInput, PatrickStarError
+from ps_core._extents import Kind
 from ps_core._layout import Layout
 from ps_core._plan import Tier
 from ps_core._planner.placement import Placement
 from ps_core._planner.search import Planned, Setup, find_plan, plan_with
-from ps_core._program import Kind
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
 

@@ -25,8 +25,9 @@ from collections import deque
 import torch
 
 from ps_core._errors import UnsupportedParameter
+from ps_core._extents import SegmentName
 from ps_core._plan import Queue
-from ps_core._program import WIRE_BYTES, SegmentName
+from ps_core._program import WIRE_BYTES
 from ps_core._units import align_up
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._memory.make_room import has_room, make_room

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ps_core._errors import InvalidInput
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.machine import machine as find_machine
 from ps_core._simulate.transport import transport

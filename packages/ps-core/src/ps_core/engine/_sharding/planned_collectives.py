@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ps_core._extents import Kind, SegmentName
 from ps_core._plan import Copy, Gather, Instr, Queue, ReduceScatter, Release, Reserve, slots_of
-from ps_core._program import Kind, SegmentName
 from ps_core.engine._devices.device import Event
 from ps_core.engine._devices.disk.queues import DISK_QUEUES
 from ps_core.engine._execution.engine_plan import EnginePlan

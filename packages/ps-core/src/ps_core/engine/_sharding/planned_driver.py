@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ps_core._extents import SegmentName
 from ps_core._plan import Instr, Queue
-from ps_core._program import SegmentName
 from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.plan_driver import PlanDriver

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from ps_core._errors import DoesNotFit
+from ps_core._extents import SegmentName
 from ps_core._options import Options
 from ps_core._planner.search import Setup
-from ps_core._program import SegmentName
 from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan

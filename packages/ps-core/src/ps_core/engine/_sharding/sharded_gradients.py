@@ -16,8 +16,8 @@ import torch
 
 import ps_kernels
 from ps_core._errors import UnsupportedParameter
+from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._program import Kind
 from ps_core._units import align_up
 from ps_core.engine._gradients.gradient_store import GradientStore, measured_spans
 from ps_core.engine._gradients.gradient_sums import Launch, measured

@@ -21,8 +21,8 @@ from weakref import WeakMethod
 
 import torch
 
+from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._program import Kind
 from ps_core._units import align_up
 from ps_core.engine._devices.device import Event
 from ps_core.engine._devices.disk.file import FileExtent

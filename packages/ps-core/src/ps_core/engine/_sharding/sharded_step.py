@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ps_core._program import Kind
+from ps_core._extents import Kind
 from ps_core.engine._execution.build_components import Components
 from ps_core.engine._execution.on_demand_driver import OnDemandDriver
 from ps_core.engine._memory.tier_store import TierStore
