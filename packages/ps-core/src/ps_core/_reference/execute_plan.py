@@ -193,7 +193,7 @@ class _Reference:
     def _complete_one(self) -> None:
         choices = list(self._choices())
         if not choices:
-            self._sweep()
+            self._remove_completed()
             if not any(self.flights):
                 return
             stuck = [instr.id for flight in self.flights[0] for line in flight.queues.values() for instr in [*line][:1]]
@@ -208,7 +208,7 @@ class _Reference:
         else:
             carry_out(self.processes[rank], self.flights[rank][place].leg, instr.op)
             self._completed(rank, place, instr)
-        self._sweep()
+        self._remove_completed()
 
     def _choices(self) -> Iterator[tuple[int, int, Instr]]:
         """Yield what may complete now: process, index of the segment among those running, instruction."""
@@ -273,7 +273,7 @@ class _Reference:
                 )
             )
 
-    def _sweep(self) -> None:
+    def _remove_completed(self) -> None:
         """Remove segments that are complete, and check how they ended."""
         for rank, flights in enumerate(self.flights):
             while flights and not flights[0].left:

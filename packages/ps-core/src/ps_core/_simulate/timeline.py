@@ -112,9 +112,9 @@ class _Walk:
         moments = [place for place in self._queues.get(Queue.COMPUTE, ()) if isinstance(self._instrs[place].op, Run)]
         for moment in (*moments, None):
             while True:
-                moved = self._sweep(patient=False)
+                moved = self._issue_ready(patient=False)
                 if not moved and (moment is None or not self._is_next(moment)):
-                    moved = self._sweep(patient=True)
+                    moved = self._issue_ready(patient=True)
                 if not moved:
                     break
             if moment is not None:
@@ -131,7 +131,7 @@ class _Walk:
             self._ends[place] = None if self._worker is None else self._worker.expected_end(work)
         return [end for end in self._ends if end is not None]
 
-    def _sweep(self, *, patient: bool) -> bool:
+    def _issue_ready(self, *, patient: bool) -> bool:
         moved = False
         for queue, line in self._queues.items():
             while self._at[queue] < len(line):

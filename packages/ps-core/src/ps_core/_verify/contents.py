@@ -161,10 +161,10 @@ class Contents:
         tier = slots[0].tier
         if tier and self._workers[tier] is not Queue.CPU:
             raise Fault("a tier that can compute", self._plan.tiers[tier].name)
-        self._on(self._workers[tier])
+        self._check_queue(self._workers[tier])
         return slots
 
-    def _on(self, queue: Queue) -> None:
+    def _check_queue(self, queue: Queue) -> None:
         if self._me.queue != queue:
             raise Fault(f"queue {queue.name}", Queue(self._me.queue).name)
 
@@ -184,7 +184,7 @@ class Contents:
         return len(self._program.gradient_visits[group])
 
     def _collective(self, seq: int) -> None:
-        self._on(Queue.COLL)
+        self._check_queue(Queue.COLL)
         if seq != self._seq:
             raise Fault(f"seq {self._seq}", f"{seq}")
         self._seq += 1
@@ -198,7 +198,7 @@ class Contents:
         self._slots.release(op.slot, self._me, self._clock)
 
     def _shift(self, op: Shift) -> None:
-        self._on(self._workers[self._slot(op.slot).tier])
+        self._check_queue(self._workers[self._slot(op.slot).tier])
         self._slots.shift(op.slot, op.offset, self._me, self._clock)
 
     def _copy(self, op: Copy) -> None:
@@ -206,7 +206,7 @@ class Contents:
         queue = self._links.get((source.tier, target.tier))
         if queue is None:
             raise Fault("slots on neighbouring tiers", f"tiers {source.tier} and {target.tier}")
-        self._on(queue)
+        self._check_queue(queue)
         self._read(source, op.extent, op.version)
         if op.bytes != self._sizes[op.extent]:
             raise Fault(f"{self._sizes[op.extent]} bytes", f"{op.bytes}")
@@ -215,7 +215,7 @@ class Contents:
     # Moments and gradients.
 
     def _run(self, op: Run) -> None:
-        self._on(Queue.COMPUTE)
+        self._check_queue(Queue.COMPUTE)
         wanted = self._visits[self._ran] if self._ran < len(self._visits) else None
         if wanted is None or op.visit != wanted.index:
             raise Fault("no more moments" if wanted is None else f"moment {wanted.index}", f"moment {op.visit}")

@@ -85,7 +85,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         if engine is None:
             return
         try:
-            self._put_back(engine)
+            self._manage_again(engine)
         finally:
             uninstall()
 
@@ -105,7 +105,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         ]
         engine.usability.mark_materialized(on=True)
 
-    def _put_back(self, engine: Engine) -> None:
+    def _manage_again(self, engine: Engine) -> None:
         given, self._given = self._given, {}
         self._held.clear()
         engine.usability.mark_materialized(on=False)

@@ -83,7 +83,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         self.device = device
         self.current_bytes = 0
         self._peak_bytes = 0
-        self._on = False
+        self._counting = False
         self._began_in_inference = False
         self._pause = _Pause()
         self._lives: dict[int, _TrackedStorage] = {}
@@ -95,7 +95,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         """Start, or start again, to count. Do nothing under a fake-tensor, functionalising or tracing mode."""
         if not self._sees_fakes() and any(torch._C._get_dispatch_mode(key) is not None for key in _INFRASTRUCTURE):
             return
-        self._on = True
+        self._counting = True
         if not self._is_on_stack():
             self._began_in_inference = torch.is_inference_mode_enabled()
             _put_at_bottom(self)
@@ -110,7 +110,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         - a backward pass runs, whose end restores the stack of its beginning;
         - an `inference_mode` was entered since `start`: its end makes operators look for the earlier mode.
         """
-        self._on = False
+        self._counting = False
         entered_since = torch.is_inference_mode_enabled() and not self._began_in_inference
         found = self._is_on_stack() and not entered_since
         if found:
@@ -174,7 +174,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
             if not self._is_transparent(kind):
                 return NotImplemented  # a wrapper subclass: its own dispatch runs operators on what it wraps
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if self._on and not self._pause.depth:
+        if self._counting and not self._pause.depth:
             self._look(func, result, args, kwargs)
         return result
 

@@ -231,7 +231,7 @@ class PlanScheduler:
             part = "a part of the model is called by itself"
             engine.counters.diverged(part if self._served is None else "a batch larger than the plan's")
             demand.expect(None)
-            self._make_way(training)
+            self._free_for_unplanned(training)
             return self._uncapped(demand)
         if demand.highest_nonmodel_bytes != plan.nonmodel_bytes:
             demand.expect(plan.nonmodel_bytes)
@@ -242,7 +242,7 @@ class PlanScheduler:
             why = "memory that home slots have to be moved to has live aliases"
         if why:
             engine.counters.diverged(why)
-            self._make_way(training)
+            self._free_for_unplanned(training)
             return self._uncapped(demand)
         if self._caps:
             engine.store.device.cap_allocator(engine.store.tiers[0].capacity_bytes)
@@ -279,7 +279,7 @@ class PlanScheduler:
         self._replayed += 1
         return self._estimated or self._replayed % _WATCHED_EVERY == 0
 
-    def _make_way(self, training: bool) -> None:
+    def _free_for_unplanned(self, training: bool) -> None:
         """Free as much memory for an unplanned pass as it would have without a plan, unless it needs less."""
         known = None if training else self._evaluated
         if known is None or not known[0].covers(self._served):

@@ -101,11 +101,11 @@ class IssueOrder:
         self._visit = self._visit if moment is None else moment.visit
         while True:
             moved = False
-            for instr in self._sweep(patient=False):
+            for instr in self._take_ready(patient=False):
                 moved = True
                 yield instr
             if not moved and (moment is None or not self._is_next(moment)):
-                for instr in self._sweep(patient=True):
+                for instr in self._take_ready(patient=True):
                     moved = True
                     yield instr
             if not moved:
@@ -117,8 +117,8 @@ class IssueOrder:
         elif len(self._done) < self._segment.count:
             raise self._stuck(f"{self._segment.count - len(self._done)} instructions never come")
 
-    def _sweep(self, *, patient: bool) -> Iterator[Instr]:
-        """Go once through all queues. A patient sweep yields one instruction, even if it must wait for a thread."""
+    def _take_ready(self, *, patient: bool) -> Iterator[Instr]:
+        """Go once through all queues. If ``patient``, yield one instruction, even if it must wait for a thread."""
         for queue, line in self._segment.by_queue.items():
             while self._at[queue] < len(line) and self._may_issue(line[self._at[queue]], patient=patient):
                 instr = line[self._at[queue]]

@@ -50,29 +50,29 @@ class OnDemandStepper:
         if any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
             kinds.append(Kind.ACC)
         tier = self._store.work_tier(group.chunks[Kind.P32].home.tier)
-        slots = self._all_on(group, kinds, tier)
+        slots = self._copies_on(group, kinds, tier)
         copies = {kind: group.chunks[kind].copies.get(tier) for kind in kinds}
         queue = Queue.CPU if tier else Queue.COMPUTE
         step_group(group, slots, settings_of, factor, partial(self._residency.transfers.do_now, queue))
         for kind, slot in slots.items():
-            self._put_back(group.chunks[kind], slot)
+            self._write_home(group.chunks[kind], slot)
         for kind, copy in copies.items():
             if copy is not None and copy is not slots[kind]:
                 group.chunks[kind].add_copy(copy)  # it has live aliases, which keep the old values
 
-    def _all_on(self, group: ParamGroup, kinds: list[Kind], tier: int) -> dict[Kind, Slot]:
+    def _copies_on(self, group: ParamGroup, kinds: list[Kind], tier: int) -> dict[Kind, Slot]:
         """Return slots on a tier with these kinds' current bytes; if there is no room for all, undo and raise."""
         slots: dict[Kind, Slot] = {}
         try:
             for kind in kinds:
-                slots[kind] = self._on(group, kind, tier)
+                slots[kind] = self._copy_on(group, kind, tier)
         except BaseException:
             for kind, slot in slots.items():
-                self._put_back(group.chunks[kind], slot)
+                self._write_home(group.chunks[kind], slot)
             raise
         return slots
 
-    def _on(self, group: ParamGroup, kind: Kind, tier: int) -> Slot:
+    def _copy_on(self, group: ParamGroup, kind: Kind, tier: int) -> Slot:
         """Return a slot on a tier with one kind's current bytes: the home slot, or a temporary one."""
         chunk = group.chunks[kind]
         self._residency.transfers.write_home(chunk)
@@ -83,7 +83,7 @@ class OnDemandStepper:
             chunk.add_copy(slot)  # registered, since copying it back to the home slot may fail
         return self._residency.transfers.copy_to(chunk, slot)
 
-    def _put_back(self, chunk: Chunk, slot: Slot) -> None:
+    def _write_home(self, chunk: Chunk, slot: Slot) -> None:
         """Copy a slot's contents to the home slot if that is stale, and release the slot."""
         if slot is chunk.home:
             return

@@ -136,7 +136,7 @@ class RanksScheduler(PlanScheduler):
         if not self._planned_for.covers(batch):
             why = "a batch larger than the plan's"
             with self._shards.moving:
-                self._make_way(training)
+                self._free_for_unplanned(training)
         elif self._homes.elsewhere and not self._move_to_plan(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if not why:

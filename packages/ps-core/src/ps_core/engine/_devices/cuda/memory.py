@@ -70,7 +70,7 @@ class AllocatorBytesTracker:
         self._runtime, self._owned = runtime, owned
         self._base_bytes = self._others(runtime.allocated().now)
         self._peak_bytes = 0
-        self._on = False
+        self._counting = False
         self._depth = 0
         owned.watch(self)
 
@@ -81,14 +81,14 @@ class AllocatorBytesTracker:
 
     def start(self) -> None:
         """Start, or start again, to count."""
-        if not self._on:
+        if not self._counting:
             self._base_bytes = min(self._base_bytes, self._others(self._runtime.allocated().now))
             self._reset()  # what came before does not count
-            self._on = True
+            self._counting = True
 
     def stop(self) -> bool:
         """Stop counting."""
-        self._on = False
+        self._counting = False
         return True
 
     def count(self, tensor: torch.Tensor) -> None:
@@ -116,13 +116,13 @@ class AllocatorBytesTracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._depth == 1 and self._on:
+        if self._depth == 1 and self._counting:
             self._reset()  # what came meanwhile does not count
         self._depth -= 1
 
     def note(self) -> None:
         """Read the allocator's peak, if it belongs to a time that counts."""
-        if self._on and not self._depth:
+        if self._counting and not self._depth:
             self._peak_bytes = max(self._peak_bytes, self._above(self._runtime.allocated().peak))
 
     def _reset(self) -> None:
