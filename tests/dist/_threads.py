@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -40,13 +40,13 @@ class Meeting:
         self.log: list[str] = []
         """Every collective, with who takes or gives."""
 
-    def exchange(self, rank: int, what: str, value: Any, *, shown: str = "") -> list[Any]:
+    def exchange(self, rank: int, what: str, value: Any) -> list[Any]:
         """What everybody has; all must come for the same thing."""
         self._table[rank] = what, value
         self._barrier.wait()
         rows = list(self._table)
         if rank == 0:
-            self.log.append(what + shown)
+            self.log.append(what)
         self._barrier.wait()
         if len({row[0] for row in rows}) > 1:
             raise RanksDiverged(f"the ranks do different things: {[row[0] for row in rows]}")
@@ -77,35 +77,28 @@ class Session:
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
         return self._meeting.exchange(self._rank, what, mine)
 
-    def all_gather(self, into: Tensor | None, shard: Tensor, what: str, takers: Collection[int]) -> None:
-        assert (self._rank in takers) == (into is not None)
-        rows = self._meeting.exchange(self._rank, f"gather {what}", shard.clone(), shown=f" for {sorted(takers)}")
-        if into is not None:
-            self.received_bytes += (self._mesh.shards - 1) * shard.nbytes
-            with torch.inference_mode():  # a transport writes whatever it is given
-                into.copy_(torch.cat([rows[peer] for peer in self._mesh.shard_peers]))
+    def all_gather(self, into: Tensor, shard: Tensor, what: str) -> None:
+        rows = self._meeting.exchange(self._rank, f"gather {what}", shard.clone())
+        self.received_bytes += (self._mesh.shards - 1) * shard.nbytes
+        with torch.inference_mode():  # a transport writes whatever it is given
+            into.copy_(torch.cat([rows[peer] for peer in self._mesh.shard_peers]))
 
     def reduce_scatter(
         self,
         into: Tensor,
-        source: Tensor | None,
+        source: Tensor,
         scratch: Tensor,
         what: str,
         *,
         kind: torch.dtype,
-        givers: Collection[int],
     ) -> None:
-        assert (self._rank in givers) == (source is not None)
-        assert source is None or source.dtype is kind
-        mine = None if source is None else source.clone()
-        rows = self._meeting.exchange(self._rank, f"sum {what}", mine, shown=f" of {sorted(givers)}")
+        assert source.dtype is kind
+        rows = self._meeting.exchange(self._rank, f"sum {what}", source.clone())
         numel, mesh = into.numel(), self._mesh
-        others = sum(rows[rank] is not None for rank in mesh.shard_peers if rank != self._rank)
-        self.received_bytes += others * numel * kind.itemsize
+        self.received_bytes += (mesh.shards - 1) * numel * kind.itemsize
         mine, sums = slice(mesh.shard * numel, (mesh.shard + 1) * numel), []
         for first in range(0, mesh.size, mesh.shards):
-            parts = [row[mine].float() for row in rows[first : first + mesh.shards] if row is not None]
-            sums += [reduce(torch.add, parts)] if parts else []
+            sums.append(reduce(torch.add, [row[mine].float() for row in rows[first : first + mesh.shards]]))
         into.copy_(reduce(torch.add, sums))
         self.received_bytes += numel * (mesh.copies - 1) // mesh.copies * (4 + into.element_size())
 

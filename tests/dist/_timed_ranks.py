@@ -13,7 +13,7 @@ itself, and all ranks begin the same collectives in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -115,28 +115,25 @@ class StreamCollectives:
     def __init__(self, session: TimedSession, carrier: Any) -> None:
         self._session, self._carrier, self._runtime = session, carrier, session._runtime
 
-    def all_gather(self, into: Tensor | None, shard: Tensor, what: str, takers: Collection[int]) -> None:
-        with self._carrier.on_stream(what, (shard,), () if into is None else (into,)):
+    def all_gather(self, into: Tensor, shard: Tensor, what: str) -> None:
+        with self._carrier.on_stream(what, (shard,), (into,)):
             rows = self._together(f"gather {what}", shard.clone(), shard.nbytes)
-            if into is not None:
-                with torch.inference_mode():
-                    into.copy_(torch.cat(rows))
+            with torch.inference_mode():
+                into.copy_(torch.cat(rows))
 
     def reduce_scatter(
         self,
         into: Tensor,
-        source: Tensor | None,
+        source: Tensor,
         scratch: Tensor,
         what: str,
         *,
         kind: torch.dtype,
-        givers: Collection[int],
     ) -> None:
-        reads = () if source is None else (source,)
-        with self._carrier.on_stream(what, reads, (into, scratch)):
-            mine, numel, rank = None if source is None else source.clone(), into.numel(), self._session._rank
-            rows = self._together(f"sum {what}", mine, numel * kind.itemsize)
-            parts = [row[rank * numel : (rank + 1) * numel].float() for row in rows if row is not None]
+        with self._carrier.on_stream(what, (source,), (into, scratch)):
+            numel, rank = into.numel(), self._session._rank
+            rows = self._together(f"sum {what}", source.clone(), numel * kind.itemsize)
+            parts = [row[rank * numel : (rank + 1) * numel].float() for row in rows]
             total = parts[0]
             for part in parts[1:]:
                 total = total + part

@@ -6,7 +6,6 @@ Collectives are launched on each rank's stream of collectives, as NCCL's are, by
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -29,12 +28,12 @@ class OnStream:
     def __init__(self, session: Session, carrier: Any) -> None:
         self._session, self._carrier = session, carrier
 
-    def all_gather(self, into: Tensor | None, shard: Tensor, what: str, takers: Collection[int]) -> None:
-        with self._carrier.on_stream(what, (shard,), () if into is None else (into,)):
-            self._session.all_gather(into, shard, what, takers)
+    def all_gather(self, into: Tensor, shard: Tensor, what: str) -> None:
+        with self._carrier.on_stream(what, (shard,), (into,)):
+            self._session.all_gather(into, shard, what)
 
-    def reduce_scatter(self, into: Tensor, source: Tensor | None, scratch: Tensor, what: str, **how: Any) -> None:
-        with self._carrier.on_stream(what, () if source is None else (source,), (into, scratch)):
+    def reduce_scatter(self, into: Tensor, source: Tensor, scratch: Tensor, what: str, **how: Any) -> None:
+        with self._carrier.on_stream(what, (source,), (into, scratch)):
             self._session.reduce_scatter(into, source, scratch, what, **how)
 
 

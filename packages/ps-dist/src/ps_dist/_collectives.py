@@ -166,12 +166,10 @@ class TorchCollectives:
             scratch = torch.empty(size, dtype=torch.uint8, device=source.device)
         if scratch.dtype is not torch.uint8 or not scratch.is_contiguous():
             raise InvalidInput(f"reduce_scatter: scratch is {scratch.dtype}, expected contiguous torch.uint8")
-        total, kind, room, givers = self._reduce_scatter, source.dtype, scratch.view(-1), self._mesh.everyone
+        total, kind, room = self._reduce_scatter, source.dtype, scratch.view(-1)
         total.piece_numel(into.numel(), kind, scratch)
         entry = self._history.add(describe("reduce_scatter", what, source.numel(), kind))
-        return self._thread.submit(
-            entry, lambda: total("reduce_scatter", entry.tag, into, source, room, kind=kind, givers=givers)
-        )
+        return self._thread.submit(entry, lambda: total("reduce_scatter", entry.tag, into, source, room, kind=kind))
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """Return the scratch with which shards of so many elements are summed in one piece, wherever they lie."""

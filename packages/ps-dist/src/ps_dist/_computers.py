@@ -78,14 +78,12 @@ class ComputersMessages(PeerMessages):
         operation: str,
         tag: int,
         peers: Sequence[int],
-        into: Tensor | None,
+        into: Tensor,
         shard: Tensor,
-        takers: Collection[int] | None = None,
     ) -> None:
         """Gather as `PeerMessages.gather`; what all ranks take crosses the network once a computer."""
-        all_take = takers is None or set(takers) >= set(peers)
-        if into is None or not all_take or shard.nbytes <= MOST_BYTES_HERE:
-            super().gather(operation, tag, peers, into, shard, takers)
+        if shard.nbytes <= MOST_BYTES_HERE:
+            super().gather(operation, tag, peers, into, shard)
             return
         route = self._route(tuple(peers))
         rows = dict(zip(peers, self._place_own(peers, into, shard), strict=True))

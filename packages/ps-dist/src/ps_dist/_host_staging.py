@@ -8,7 +8,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -60,13 +60,13 @@ class HostStagedCollectives:
         self._messages, self._reduce_scatter, self._mesh = messages, reduce_scatter, mesh
         self._copier, self._enter = copier, enter
 
-    def all_gather(self, into: Tensor | None, shard: Tensor, what: str, takers: Collection[int]) -> None:
+    def all_gather(self, into: Tensor, shard: Tensor, what: str) -> None:
         """Gather shards as `CollectiveSession.all_gather`; ``shard`` may lie on the device or on the host."""
         peers, place, copier = self._mesh.shard_peers, self._mesh.shard, self._copier
         tag = self._enter("all_gather", what, shard.numel() * len(peers), shard.dtype)
         own = shard.view(torch.uint8)
-        rows = None if into is None else into.view(torch.uint8).view(len(peers), -1)
-        in_place = rows is not None and rows[place].data_ptr() == own.data_ptr()
+        rows = into.view(torch.uint8).view(len(peers), -1)
+        in_place = rows[place].data_ptr() == own.data_ptr()
         for piece in self._pieces(shard.numel(), shard.dtype):
             cut = slice(piece.start * shard.dtype.itemsize, piece.stop * shard.dtype.itemsize)
             width = cut.stop - cut.start
@@ -74,26 +74,24 @@ class HostStagedCollectives:
             copier.synchronize()  # the copies of the piece before still read the staging memory
             copier.copy(staged[place], own[cut])
             copier.synchronize()
-            whole = None if rows is None else staged.view(-1)
-            self._messages.gather("all_gather", tag, peers, whole, staged[place], takers)
+            self._messages.gather("all_gather", tag, peers, staged.view(-1), staged[place])
             for index in range(len(peers)):
-                if rows is not None and not (in_place and index == place):
+                if not (in_place and index == place):
                     copier.copy(rows[index][cut], staged[index])
 
     def reduce_scatter(
         self,
         into: Tensor,
-        source: Tensor | None,
+        source: Tensor,
         scratch: Tensor,
         what: str,
         *,
         kind: torch.dtype,
-        givers: Collection[int],
     ) -> None:
         """Sum shards as `CollectiveSession.reduce_scatter`; ``scratch`` is not used."""
         shards, numel, copier = self._mesh.shards, into.numel(), self._copier
         tag = self._enter("reduce_scatter", what, numel * shards, kind)
-        rows = None if source is None else source.view(shards, -1)
+        rows = source.view(shards, -1)
         for piece in self._pieces(numel, kind):
             width = piece.stop - piece.start
             end = shards * width * kind.itemsize
@@ -101,12 +99,10 @@ class HostStagedCollectives:
             start, end = _aligned(end), _aligned(end) + width * into.dtype.itemsize
             total, rest = copier.staging[start:end].view(into.dtype), copier.staging[_aligned(end) :]
             copier.synchronize()
-            if rows is not None:
-                for index in range(shards):
-                    copier.copy(staged[index].view(torch.uint8), rows[index][piece].view(torch.uint8))
-                copier.synchronize()
-            given = None if rows is None else staged.view(-1)
-            self._reduce_scatter("reduce_scatter", tag, total, given, rest, kind=kind, givers=givers)
+            for index in range(shards):
+                copier.copy(staged[index].view(torch.uint8), rows[index][piece].view(torch.uint8))
+            copier.synchronize()
+            self._reduce_scatter("reduce_scatter", tag, total, staged.view(-1), rest, kind=kind)
             copier.copy(into[piece].view(torch.uint8), total.view(torch.uint8))
 
     def _pieces(self, numel: int, kind: torch.dtype) -> Iterator[slice]:

@@ -127,18 +127,14 @@ class PeerMessages:
         operation: str,
         tag: int,
         peers: Sequence[int],
-        into: Tensor | None,
+        into: Tensor,
         shard: Tensor,
-        takers: Collection[int] | None = None,
     ) -> None:
-        """Put every peer's ``shard`` into ``into``, in the order of ``peers``; only on ``takers``, if given."""
+        """Put every peer's ``shard`` into ``into``, in the order of ``peers``."""
         others = [(place, peer) for place, peer in enumerate(peers) if peer != self._rank]
-        sends = [(peer, shard) for _, peer in others if takers is None or peer in takers]
-        receives: list[tuple[int, Tensor]] = []
-        if into is not None:
-            rows = self._place_own(peers, into, shard)
-            receives = [(peer, rows[place]) for place, peer in others]
-        self.exchange(operation, tag, sends, receives)
+        rows = self._place_own(peers, into, shard)
+        receives = [(peer, rows[place]) for place, peer in others]
+        self.exchange(operation, tag, [(peer, shard) for _, peer in others], receives)
 
     def _place_own(self, peers: Sequence[int], into: Tensor, shard: Tensor) -> Tensor:
         """Copy this rank's shard to its place in ``into``; return a row for each of ``peers``."""

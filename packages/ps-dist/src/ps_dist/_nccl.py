@@ -16,7 +16,7 @@ waits until the device has completed one before it says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,14 +72,12 @@ class NcclMessages(PeerMessages):
         operation: str,
         tag: int,
         peers: Sequence[int],
-        into: Tensor | None,
+        into: Tensor,
         shard: Tensor,
-        takers: Collection[int] | None = None,
     ) -> None:
-        """Gather as `PeerMessages.gather`; by NCCL's all-gather, which knows the links, if all ranks take from all."""
-        all_take = takers is None or set(takers) >= set(peers)
-        if self._group is None or into is None or len(peers) < self._mesh.size or not all_take:
-            super().gather(operation, tag, peers, into, shard, takers)
+        """Gather as `PeerMessages.gather`; by NCCL's all-gather, which knows the links, if it is of all ranks."""
+        if self._group is None or len(peers) < self._mesh.size:
+            super().gather(operation, tag, peers, into, shard)
             return
         _gather_all(into.view(torch.uint8), shard.view(torch.uint8), group=self._group)
         self.received_bytes[operation] += shard.nbytes * (len(peers) - 1)
@@ -130,27 +128,26 @@ class DeviceCollectives:
         self._messages, self._mesh, self._copier, self._enter = messages, mesh, copier, enter
         self._note_launch = note_launch
 
-    def all_gather(self, into: Tensor | None, shard: Tensor, what: str, takers: Collection[int]) -> None:
+    def all_gather(self, into: Tensor, shard: Tensor, what: str) -> None:
         """Gather shards as `CollectiveSession.all_gather`."""
         peers = self._mesh.shard_peers
         tag = self._enter("all_gather", what, shard.numel() * len(peers), shard.dtype)
-        with self._on_stream(tag, what, (shard,), () if into is None else (into,)):
-            self._messages.gather("all_gather", tag, peers, into, shard, takers)
+        with self._on_stream(tag, what, (shard,), (into,)):
+            self._messages.gather("all_gather", tag, peers, into, shard)
 
     def reduce_scatter(
         self,
         into: Tensor,
-        source: Tensor | None,
+        source: Tensor,
         scratch: Tensor,
         what: str,
         *,
         kind: torch.dtype,
-        givers: Collection[int],
     ) -> None:
         """Sum shards as `CollectiveSession.reduce_scatter`."""
         tag = self._enter("reduce_scatter", what, into.numel() * self._mesh.shards, kind)
-        with self._on_stream(tag, what, () if source is None else (source,), (into, scratch)):
-            self._messages.reduce_scatter("reduce_scatter", tag, into, source, scratch, kind=kind, givers=givers)
+        with self._on_stream(tag, what, (source,), (into, scratch)):
+            self._messages.reduce_scatter("reduce_scatter", tag, into, source, scratch, kind=kind)
 
     @contextmanager
     def _on_stream(self, tag: int, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Iterator[None]:

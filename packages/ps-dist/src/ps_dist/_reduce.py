@@ -65,21 +65,20 @@ class OrderedReduceScatter:
         operation: str,
         tag: int,
         into: Tensor,
-        source: Tensor | None,
+        source: Tensor,
         scratch: Tensor,
         *,
         kind: torch.dtype,
-        givers: Collection[int],
     ) -> None:
-        """Sum this rank's shard of every giver's ``source`` into ``into``, piece by piece; ``kind``: their type."""
-        rows = None if source is None else source.view(len(self._shards), -1)
+        """Sum this rank's shard of every rank's ``source`` into ``into``, piece by piece; ``kind``: their type."""
+        rows = source.view(len(self._shards), -1)
         for piece in pieces(into.numel(), self.piece_numel(into.numel(), kind, scratch)):
-            parts = None if rows is None else [row[piece] for row in rows]
+            parts = [row[piece] for row in rows]
             within, rest = into[piece], scratch
             if len(self._replicas) > 1:
                 width = piece.stop - piece.start
                 within, rest = scratch[: 4 * width].view(torch.float32), scratch[4 * width :]
-            self.exchange_sum(operation, tag, self._shards, within, parts, _view_as(kind, rest), givers)
+            self.exchange_sum(operation, tag, self._shards, within, parts, _view_as(kind, rest))
             if len(self._replicas) > 1:
                 self._sum_across_copies(tag, into[piece], within, rest)
 
@@ -90,7 +89,7 @@ class OrderedReduceScatter:
         parts = [slice(cuts[place], cuts[place + 1]) for place in range(copies)]
         mine = parts[self._replicas.index(self._rank)]
         rows, room = [partial[part] for part in parts], _view_as(torch.float32, scratch)
-        self.exchange_sum(operation, tag, self._replicas, into[mine], rows, room, self._replicas)
+        self.exchange_sum(operation, tag, self._replicas, into[mine], rows, room)
         others = [(peer, part) for peer, part in zip(self._replicas, parts, strict=True) if peer != self._rank]
         sends = [(peer, into[mine]) for peer, _ in others]
         self._messages.exchange(operation, tag, sends, [(peer, into[part]) for peer, part in others])
@@ -101,30 +100,20 @@ class OrderedReduceScatter:
         tag: int,
         peers: Sequence[int],
         into: Tensor,
-        rows: Sequence[Tensor] | None,
+        rows: Sequence[Tensor],
         scratch: Tensor,
-        givers: Collection[int],
     ) -> None:
         """Send each peer its row; sum the rows that come for this rank, in the order of ``peers``.
 
-        Peers that are not among ``givers`` have no rows and are left out. ``scratch`` is of the rows' type.
+        ``scratch`` is of the rows' type.
         """
-        givers = [peer for peer in peers if peer in givers]
-        others = [peer for peer in givers if peer != self._rank]
-        sends = []
-        if rows is not None:
-            sends = [(peer, row) for peer, row in zip(peers, rows, strict=True) if peer != self._rank]
+        sends = [(peer, row) for peer, row in zip(peers, rows, strict=True) if peer != self._rank]
+        place = peers.index(self._rank)
 
         def add(piece: slice, received: Sequence[Tensor]) -> None:
-            parts = list(received)
-            if rows is not None:
-                parts.insert(givers.index(self._rank), rows[peers.index(self._rank)][piece])
-            if parts:
-                ordered_sum(parts, into[piece], self._work)
-            else:
-                into[piece].zero_()
+            ordered_sum([*received[:place], rows[place][piece], *received[place:]], into[piece], self._work)
 
-        self._messages.exchange_and_read(operation, tag, sends, others, into.numel(), scratch, add)
+        self._messages.exchange_and_read(operation, tag, sends, [peer for peer, _ in sends], into.numel(), scratch, add)
 
 
 def largest_piece(numel: int, room_bytes: int, needed_bytes: Callable[[int], int]) -> int:

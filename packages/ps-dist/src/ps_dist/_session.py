@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
@@ -46,31 +44,27 @@ class CollectiveSession:
         text = bytes(memory)
         return [text[place : place + size] for place in range(0, len(text), size)]
 
-    def all_gather(self, into: Tensor | None, shard: Tensor, what: str, takers: Collection[int]) -> None:
-        """Put every rank's ``shard`` into ``into`` on the ranks among ``takers``; ``into`` is None on the others.
-
-        ``shard`` may lie in its place of ``into`` already.
-        """
+    def all_gather(self, into: Tensor, shard: Tensor, what: str) -> None:
+        """Put every rank's ``shard`` into ``into``; it may lie in its place there already."""
         peers = self._mesh.shard_peers
         tag = self._enter("all_gather", what, shard.numel() * len(peers), shard.dtype)
-        self._messages.gather("all_gather", tag, peers, into, shard, takers)
+        self._messages.gather("all_gather", tag, peers, into, shard)
 
     def reduce_scatter(
         self,
         into: Tensor,
-        source: Tensor | None,
+        source: Tensor,
         scratch: Tensor,
         what: str,
         *,
         kind: torch.dtype,
-        givers: Collection[int],
     ) -> None:
-        """Sum this rank's shard of every giver's ``source`` into ``into``; ``source`` is None on the other ranks.
+        """Sum this rank's shard of every rank's ``source`` into ``into``.
 
         ``kind``: the type of the sources. Sums are in single precision and rank order; ``scratch`` is uint8 memory.
         """
         tag = self._enter("reduce_scatter", what, into.numel() * self._mesh.shards, kind)
-        self._reduce_scatter("reduce_scatter", tag, into, source, scratch, kind=kind, givers=givers)
+        self._reduce_scatter("reduce_scatter", tag, into, source, scratch, kind=kind)
 
     def on_device(self, copier: StagingCopier, *, planned: bool = False) -> HostStagedCollectives | DeviceCollectives:
         """Return the collectives of buffers in a device's memory.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -58,20 +58,19 @@ class StagingCopier(Protocol):
 class BufferCollectives(Protocol):
     """Collectives of large buffers."""
 
-    def all_gather(self, into: torch.Tensor | None, shard: torch.Tensor, what: str, takers: Collection[int]) -> None:
-        """Gather the shards of all ranks on the ranks ``takers``; ``into`` is None on the others."""
+    def all_gather(self, into: torch.Tensor, shard: torch.Tensor, what: str) -> None:
+        """Gather the shards of all ranks on each of them."""
 
     def reduce_scatter(
         self,
         into: torch.Tensor,
-        source: torch.Tensor | None,
+        source: torch.Tensor,
         scratch: torch.Tensor,
         what: str,
         *,
         kind: torch.dtype,
-        givers: Collection[int],
     ) -> None:
-        """Sum, in type ``kind``, the sources of the ranks ``givers`` into shards; ``source`` is None on the others."""
+        """Sum the sources of all ranks, which are of type ``kind``, into shards."""
 
 
 class CollectiveSession(BufferCollectives, Protocol):

@@ -46,7 +46,6 @@ class Submitted:
         self._shard, self._whole, self._scratch = shard, whole, scratch
         self._ready: Sequence[Event] = ()
         self._over: Event | None = None
-        self._everyone = range(0)
         self._recorder: WorkRecorder | None = None
         self._pending: Pending | None = None
 
@@ -69,7 +68,6 @@ class Submitted:
         None: after everything that was launched so far.
         """
         self._recorder = recorder
-        self._everyone = range(together.processes)
         self._ready = self._ordering.ready() if ready is None else ready
         self._pending = together.start(self._run)
 
@@ -87,12 +85,10 @@ class Submitted:
         if self.gathers and self.group.common is not None:
             session.exchange(b"\0", self._what)  # each rank has stepped its shard, which all ranks map
         elif self._scratch is None:
-            buffers.all_gather(self._whole, self._shard, self._what, self._everyone)
+            buffers.all_gather(self._whole, self._shard, self._what)
         else:
             kind = self.group.dtype
-            buffers.reduce_scatter(
-                self._shard, self._whole, self._scratch, self._what, kind=kind, givers=self._everyone
-            )
+            buffers.reduce_scatter(self._shard, self._whole, self._scratch, self._what, kind=kind)
 
     def wait(self) -> None:
         """Wait until the result may be used, and its memory."""
