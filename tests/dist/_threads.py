@@ -174,8 +174,7 @@ class Together:
         self.began.append(what)
 
     def start_all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> Pending:
-        everyone = range(self.processes)
-        return Pending(self._thread.submit(self._session.all_gather, into, shard, what, everyone))
+        return Pending(self._thread.submit(self._session.all_gather, into, shard, what))
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         across = 8 * shard_numel if self.mesh.copies > 1 else 0

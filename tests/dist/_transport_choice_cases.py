@@ -106,7 +106,7 @@ def check_gather(each: ps_dist.TorchCollectives) -> None:
     carrier.staging, carrier.copy = torch.zeros(1024, dtype=torch.uint8), Tensor.copy_
 
     def job(session: Any) -> None:
-        session.on_device(carrier).all_gather(whole, torch.full((1,), rank + 1.0), "after the choice", range(ranks))
+        session.on_device(carrier).all_gather(whole, torch.full((1,), rank + 1.0), "after the choice")
 
     each.start(job).wait()
     assert whole.tolist() == [1.0 + other for other in range(ranks)]

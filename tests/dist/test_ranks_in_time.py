@@ -183,7 +183,7 @@ def test_collectives_and_messages_join_the_ranks_by_hand() -> None:
         shard, whole = torch.full((200,), each.rank, dtype=torch.uint8), torch.empty(400, dtype=torch.uint8)
 
         def gather(session: Any) -> None:
-            session.on_device(carrier).all_gather(whole, shard, "layer", range(2))
+            session.on_device(carrier).all_gather(whole, shard, "layer")
 
         pending = each.start(gather)
         pending.wait()
