@@ -28,7 +28,7 @@ from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._execution.hooks import hooks_of
-from ps_core.engine._sharding import streams as beside
+from ps_core.engine._sharding import collective_streams as beside
 from ps_core.engine._sharding.collective_waits import CollectiveWaits
 
 STEPS = 2

@@ -16,7 +16,7 @@ from _states import masters_of
 from ps_core import Budget, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
-from ps_core.engine._sharding.streams import StreamCollectives
+from ps_core.engine._sharding.collective_streams import StreamCollectives
 
 
 def card(rank: int) -> int:

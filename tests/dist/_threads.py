@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ps_core import RanksDiverged
 from ps_core.engine import _chunked
 from ps_core.engine._sharding.planned_scheduler import RanksScheduler
-from ps_core.engine._sharding.submitted import Submitted
+from ps_core.engine._sharding.submitted_collectives import Submitted
 from ps_dist import Mesh
 from ps_dist._shared_memory import CommonMemory
 

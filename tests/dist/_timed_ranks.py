@@ -28,7 +28,7 @@ from ps_core._plan import Queue
 from ps_core._simulate.cluster import ring_s
 from ps_core._simulate.transport import Transport, transport
 from ps_core._trace import Amounts
-from ps_core.engine._sharding.submitted import Submitted
+from ps_core.engine._sharding.submitted_collectives import Submitted
 from ps_core.engine._tracing.op_costs import amounts_of
 from ps_dist import Mesh
 

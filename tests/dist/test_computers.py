@@ -11,7 +11,7 @@ import _computer_cases as cases
 import _transport_cases as transport_cases
 import _zero_cases as zero_cases
 from _crew import Crew, crew
-from ps_dist._computers import _Route
+from ps_dist._computer_messages import _Route
 
 LONG = 32_768 + 5
 BYTES = {"bf16": 2, "fp32": 4}

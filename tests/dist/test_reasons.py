@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_dist._history import CollectiveHistory, HistoryEntry
-from ps_dist._reasons import Failure, Names, PeerState, Reason, Wait, reason_to_stop
+from ps_dist._collective_history import CollectiveHistory, HistoryEntry
+from ps_dist._failure_reasons import Failure, Names, PeerState, Reason, Wait, reason_to_stop
 from ps_dist._timeouts import AwakeClock, Timeouts
 
 LIMITS = Timeouts(timeout_s=120)

@@ -21,7 +21,7 @@ from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._sharding.join_ranks import GroupJoin
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
-from ps_dist._sharing import Sharing, ranks_by_computer, share_memory
+from ps_dist._share_memory import Sharing, ranks_by_computer, share_memory
 
 
 @pytest.fixture(scope="module")

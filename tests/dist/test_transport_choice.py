@@ -19,7 +19,7 @@ from ps_core._simulate.machine import MACHINES
 from ps_core.engine import _chunked, chunked
 from ps_core.engine._sharding import join_ranks as joining
 from ps_dist import _process_groups, _transport
-from ps_dist._abandonable import AbandonableCall
+from ps_dist._abandonable_call import AbandonableCall
 from ps_dist._mesh import Mesh
 from ps_dist._process_groups import DefaultGroup, ProcessGroups
 from ps_dist._roster import FAILED_ELSEWHERE, failed_ranks
@@ -94,7 +94,7 @@ def test_an_interpreter_that_ends_begins_no_thread(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     done: list[int] = []
-    monkeypatch.setattr("ps_dist._abandonable.Thread.start", start)
+    monkeypatch.setattr("ps_dist._abandonable_call.Thread.start", start)
     assert AbandonableCall(lambda: done.append(1)).wait(0) == ""
     assert done == [1]
 

@@ -10,8 +10,8 @@ from ps_core._errors import PlanMismatch
 from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import Accumulate, Copy, Op, Queue, Release, Reserve, Run, Segment, Step, Tier
 from ps_core._simulate.clock import simulate
+from ps_core._simulate.host_worker_times import HostWorker
 from ps_core._simulate.timeline import Timeline
-from ps_core._simulate.worker_times import HostWorker
 from test_simulate import LEFT, resident_plan, segment, tiny
 
 WEIGHT, GRADIENT = Extent(Kind.P16, 0), Extent(Kind.GRAD, 0)

@@ -14,11 +14,11 @@ from _plans import ORIGINS, random_plan
 from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import Copy, Queue, Release, Reserve, Run, Segment, Step
 from ps_core._simulate.clock import simulate
+from ps_core._simulate.host_worker_times import HostWorker
 from ps_core._simulate.idle_time import Cause, step_times, step_window
 from ps_core._simulate.machine import MACHINES
 from ps_core._simulate.steps_in_backward import EarlySteps, early_steps
 from ps_core._simulate.work_pieces import Piece, group_names, planned_pieces
-from ps_core._simulate.worker_times import HostWorker
 from test_simulate import LEFT, offloaded_plan, resident_plan, segment, tiny
 
 COMPUTE, H2D, D2H, CPU = Queue.COMPUTE, Queue.H2D, Queue.D2H, Queue.CPU

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput, RanksDiverged
+from ps_dist._collective_history import CollectiveHistory, describe
 from ps_dist._comm_thread import CommThread, Pending
 from ps_dist._exit_message import AtExit, describe_exception
-from ps_dist._history import CollectiveHistory, describe
 from ps_dist._host_staging import staging_bytes
 from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages
@@ -27,9 +27,9 @@ from ps_dist._process_groups import ProcessGroups
 from ps_dist._reduce import HOST_PIECE_NUMEL, OrderedReduceScatter
 from ps_dist._session import CollectiveSession
 from ps_dist._shard_answers import Answer, ShardAnswers, refuses
+from ps_dist._share_memory import Sharing, make_common_memory
 from ps_dist._shared_memory import CommonMemory
 from ps_dist._shared_messages import SharedMessages
-from ps_dist._sharing import Sharing, make_common_memory
 from ps_dist._watchdog import Watchdog
 
 Choose: TypeAlias = "Callable[[TorchCollectives, torch.device, str], str | None]"

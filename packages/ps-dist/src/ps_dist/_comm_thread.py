@@ -9,10 +9,10 @@ from threading import Event, Lock, Thread
 import torch
 
 from ps_core._errors import RanksDiverged
-from ps_dist._history import HistoryEntry
-from ps_dist._launched import LaunchedCollectives, Mark
+from ps_dist._collective_history import HistoryEntry
+from ps_dist._failure_reasons import Failure
+from ps_dist._launched_collectives import LaunchedCollectives, Mark
 from ps_dist._messages import ConnectionBroken
-from ps_dist._reasons import Failure
 from ps_dist._timeouts import AwakeClock
 
 _CHECK_S = 1.0

@@ -20,16 +20,16 @@ from torch.distributed.rendezvous import rendezvous
 
 import ps_core
 from ps_core._errors import InvalidInput, PatrickStarError, RanksDiverged
-from ps_dist._abandonable import AbandonableCall
+from ps_dist._abandonable_call import AbandonableCall
+from ps_dist._collective_history import CollectiveHistory, HistoryEntry
 from ps_dist._collectives import TorchCollectives
 from ps_dist._comm_thread import CommThread
 from ps_dist._exit_message import describe_exception
-from ps_dist._history import CollectiveHistory, HistoryEntry
 from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages
 from ps_dist._process_groups import NO_DUMP, DefaultGroup, ProcessGroups, in_environment
 from ps_dist._roster import Roster, find_ranks
-from ps_dist._sharing import Sharing, ranks_by_computer, share_memory
+from ps_dist._share_memory import Sharing, ranks_by_computer, share_memory
 from ps_dist._timeouts import AwakeClock, Timeouts
 from ps_dist._transport import TransportChoice
 from ps_dist._version import __version__

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ps_dist._host_staging import StagingCopier
-from ps_dist._launched import Mark
+from ps_dist._launched_collectives import Mark
 from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages
 from ps_dist._reduce import OrderedReduceScatter

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ps_dist._abandonable import AbandonableCall
+from ps_dist._abandonable_call import AbandonableCall
 from ps_dist._timeouts import Timeouts
 
 _DROP_S = 10.0

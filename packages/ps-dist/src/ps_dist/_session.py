@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ps_dist._collective_history import CollectiveHistory, describe
 from ps_dist._comm_thread import CommThread
-from ps_dist._history import CollectiveHistory, describe
 from ps_dist._host_staging import HostStagedCollectives, StagingCopier
 from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ps_core._errors import InvalidInput
-from ps_dist._abandonable import AbandonableCall
+from ps_dist._abandonable_call import AbandonableCall
 from ps_dist._collectives import TorchCollectives
 from ps_dist._nccl import NcclMessages
 from ps_dist._roster import FAILED_ELSEWHERE, failed_ranks, name_ranks

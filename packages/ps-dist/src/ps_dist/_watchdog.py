@@ -3,7 +3,7 @@
 [Note: an alarm]
 While all goes well a rank only reads one counter in the store, once in a while. A rank whose collective takes long, or
 fails, counts it up. Then every rank writes down that it lives, what it does and its latest history entries. They do so
-as long as the counter goes on. From these `_reasons` decides whether the wait must end.
+as long as the counter goes on. From these `_failure_reasons` decides whether the wait must end.
 
 [Note: an exit message]
 A rank may end by an exception, or its wait may end in vain. It writes down why before its connections break. The first
@@ -22,10 +22,10 @@ from time import sleep
 from typing import Any
 
 from ps_core._errors import RanksDiverged
+from ps_dist._collective_history import CollectiveHistory, HistoryEntry
 from ps_dist._comm_thread import CommThread
-from ps_dist._history import CollectiveHistory, HistoryEntry
+from ps_dist._failure_reasons import Names, PeerState, Reason, Wait, reason_to_stop
 from ps_dist._local_ranks import LocalRanks, Location
-from ps_dist._reasons import Names, PeerState, Reason, Wait, reason_to_stop
 from ps_dist._timeouts import Timeouts
 
 _ALARM, _MESSAGE, _READERS = "alarm", "exit message", "readers"

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 from ps_core._errors import PlanMismatch
 from ps_core._extents import SegmentName
 from ps_core._plan import Copy, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
-from ps_core._simulate.worker_times import HostWorker
+from ps_core._simulate.host_worker_times import HostWorker
 
 _STREAMS = tuple([queue for queue in Queue if queue is not Queue.CPU])
 _DIRECTIONS = {Queue.H2D: 0, Queue.D2H: 1}

@@ -13,10 +13,10 @@ from ps_core._errors import InvalidInput
 from ps_core._extents import Extent
 from ps_core._plan import Plan, Segment, check_tiers
 from ps_core._program import Program
-from ps_core._verify.contents import Contents, sizes
 from ps_core._verify.order import START, arrange
 from ps_core._verify.plan_fault import Fault
 from ps_core._verify.ranges import Ranges
+from ps_core._verify.slot_contents import Contents, sizes
 from ps_core._verify.slots import check_range
 
 

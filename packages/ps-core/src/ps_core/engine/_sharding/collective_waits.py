@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from ps_core._plan import Instr, Queue
 from ps_core.engine._devices.device import Device, Event
-from ps_core.engine._sharding.streams import ORDERED_QUEUES
-from ps_core.engine._sharding.submitted import Submitted
+from ps_core.engine._sharding.collective_streams import ORDERED_QUEUES
+from ps_core.engine._sharding.submitted_collectives import Submitted
 
 
 class CollectiveWaits:

@@ -20,7 +20,7 @@ from ps_core.engine._parameters.state_transitions import GradientPlace
 from ps_core.engine._sharding.plan_agreement import exchange_texts
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.submitted import CollectiveQueue
+from ps_core.engine._sharding.submitted_collectives import CollectiveQueue
 
 _BITS = 48
 """Bits that one number of a message holds exactly."""

@@ -33,7 +33,7 @@ from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._sharding.collective_waits import CollectiveWaits
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.submitted import CollectiveQueue, Submitted
+from ps_core.engine._sharding.submitted_collectives import CollectiveQueue, Submitted
 from ps_core.engine._support.counters import Counters
 
 

@@ -13,11 +13,11 @@ from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueue
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
+from ps_core.engine._sharding.collective_streams import ORDERED_QUEUES
 from ps_core.engine._sharding.following_driver import FollowingDriver
 from ps_core.engine._sharding.planned_collectives import LeftOver, RanksExecutor, collectives_of, queue_for
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.streams import ORDERED_QUEUES
 from ps_core.engine._support.counters import Counters
 
 

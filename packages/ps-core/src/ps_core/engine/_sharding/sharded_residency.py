@@ -34,8 +34,8 @@ from ps_core.engine._parameters.managed_parameter import version_of
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import SlotContents
+from ps_core.engine._sharding.collective_streams import ORDERED_QUEUES, collective_ordering
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.streams import ORDERED_QUEUES, collective_ordering
 
 _PATIENCE_S = 0.5
 """After which the thread that answers looks whether anyone still wants an answer."""

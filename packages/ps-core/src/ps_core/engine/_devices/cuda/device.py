@@ -6,9 +6,9 @@ one is made to wait for the old one. Copies in each direction have a stream of t
 knows of their work only after it has waited for an event. An event is reused when no reference to it is left: waiting
 streams remember its recording.
 
-The stream of collectives belongs to a thread of its own (see [Note: two threads] in `_sharding.streams`). So nothing is
-remembered of that stream between two calls. Both threads use the unused events and the figures about memory. These
-change only in steps that no other thread can interrupt.
+The stream of collectives belongs to a thread of its own (see [Note: two threads] in `_sharding.collective_streams`). So
+nothing is remembered of that stream between two calls. Both threads use the unused events and the figures about memory.
+These change only in steps that no other thread can interrupt.
 
 [Note: memory on a CUDA device]
 The arena is one allocation. It takes all bytes that the peak of non-model bytes leaves free. It is made once that peak

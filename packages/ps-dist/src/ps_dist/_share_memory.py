@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ps_dist._computers import ComputersMessages
+from ps_dist._computer_messages import ComputersMessages
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
 from ps_dist._peer_connections import PeerConnection, PeerListener

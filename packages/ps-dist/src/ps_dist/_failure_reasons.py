@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ps_dist._history import HistoryEntry, first_difference
+from ps_dist._collective_history import HistoryEntry, first_difference
 from ps_dist._timeouts import Timeouts
 
 

@@ -11,6 +11,7 @@ from ps_core._plan import Instr, Queue
 from ps_core.engine._devices.device import Event
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._sharding.collective_streams import ORDERED_QUEUES, CollectiveOrdering
 from ps_core.engine._sharding.collectives_protocol import (
     AsyncCollectives,
     BufferCollectives,
@@ -18,7 +19,6 @@ from ps_core.engine._sharding.collectives_protocol import (
     Pending,
 )
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.streams import ORDERED_QUEUES, CollectiveOrdering
 from ps_core.engine._support.work_recorder import WorkRecorder
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from threading import Lock
 from typing import NamedTuple, Protocol
 
-from ps_dist._history import HistoryEntry
+from ps_dist._collective_history import HistoryEntry
 
 
 class Mark(Protocol):
