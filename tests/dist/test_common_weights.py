@@ -169,7 +169,8 @@ def test_ranks_copy_weights_if_one_of_them_cannot_map_them(two: Crew) -> None:
 
 def test_ranks_of_one_computer_map_each_others_weights(two: Crew) -> None:
     assert two.run(cases.maps_no_weights, 2) == [(True, True)] * 2
-    assert two.run(cases.open_files)[0] == two.run(cases.open_files)[0]
+    first = two.run(cases.open_files)
+    assert first == two.run(cases.open_files)
 
 
 def test_groups_of_16_bits_are_copied() -> None:
