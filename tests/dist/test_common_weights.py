@@ -12,10 +12,10 @@ from torch import nn
 
 import _memory_cases as cases
 from _crew import Crew
-from _threads import Together, run
+from _threads import Together, going_by, run
 from ps_core import SGD, Budget, Options, UnsupportedParameter
 from ps_core._extents import Kind
-from ps_core.engine import chunked, release, statistics
+from ps_core.engine import WeightAverage, chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
 from ps_dist._shared_memory import CommonMemory
 
@@ -156,7 +156,7 @@ def test_weights_do_not_change_while_a_slower_rank_computes() -> None:
         writing.set()
         engine = hooks_of(model).engine
         for record in engine.records:
-            engine.residency.replace(record, Kind.P32, torch.zeros(record.numel))
+            engine.write_state(record, Kind.P32, torch.zeros(tuple(record.shape)))
         with torch.no_grad():
             assert torch.equal(model(ones), torch.zeros(2, WIDTH))
 
@@ -182,3 +182,41 @@ def test_groups_of_16_bits_are_copied() -> None:
         return any(group.common is not None for group in hooks_of(model).engine.groups)
 
     assert run(2, of)[0] == [False, False]
+
+
+@pytest.mark.parametrize("then", ["loads", "averages", "adds a layer"])
+def test_one_rank_evaluates_alone_before_all_change_weights(then: str) -> None:
+    """Without a plan one rank may evaluate alone; the next change of weights is of all ranks all the same."""
+
+    def changes(each: Together) -> torch.Tensor:
+        model, optimizer = made(each)
+        passed(model, each, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ones = torch.ones(2, WIDTH)
+        state = {name: value * 2 for name, value in model.state_dict().items()}
+        for _ in range(2):
+            if each.rank:
+                with torch.no_grad():
+                    model(ones)
+            if then == "averages":
+                average = WeightAverage(model, 0.5)
+                average.update()
+                with average.applied(), torch.no_grad():
+                    model(ones)
+            else:
+                model.load_state_dict(state)
+        if each.rank:
+            with torch.no_grad():
+                model(ones)
+        if then == "adds a layer":
+            added = nn.Linear(WIDTH, WIDTH)
+            for parameter in added.parameters():
+                nn.init.constant_(parameter, 0.5)
+            model.append(added)
+        with torch.no_grad():
+            return model(ones).clone()
+
+    with going_by(plan=False):
+        (one, other), _ = run(2, changes)
+    assert torch.equal(one, other)

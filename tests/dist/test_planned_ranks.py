@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from _one_process import adds_like, check_weights
-from _threads import Together, run
+from _threads import Together, going_by, run
 from _zero_cases import states
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, release, statistics
@@ -441,3 +441,40 @@ def drawn(draw: random.Random, ranks: int) -> list[list[Pass]]:
         return Pass(chosen, draw.choice((3, 3, 5, 2)), fails=draw.random() < 0.1, holds=draw.random() < 0.2)
 
     return [[part(step) for _ in range(ranks)] for step in range(9)]
+
+
+def uses_a_layer_twice(each: Together) -> tuple[int, dict[str, torch.Tensor]]:
+    """Rank 0 leaves the plan in one pass, with gradients over a gathered weight; it follows the plan again after it."""
+    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+    seeded = torch.Generator().manual_seed(0)
+    for parameter in layers.parameters():
+        nn.init.normal_(parameter, std=0.1, generator=seeded)
+
+    class InOrder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+            for index in order:
+                x = x + torch.tanh(self.layers[index](x))
+            return x.float().square().mean()
+
+    options, budget = Options(group_bytes=2**13), Budget(host="8MiB")  # a weight is a group, and so are biases
+    model, optimizer = chunked(InOrder(), AdamW(lr=1e-2), collectives=each, budget=budget, options=options)
+    for step in range(6):
+        twice = step == 2 and each.rank == 0
+        model(torch.ones(2, 64), (0, 0, 1, 2, 3) if twice else (0, 1, 2, 3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    left, found = statistics(model).divergences, states(optimizer)
+    release(model)
+    return left, found
+
+
+def test_a_gathered_copy_that_a_pass_leaves_behind_is_released_once() -> None:
+    (one, found), (other, _) = run(2, uses_a_layer_twice)[0]
+    assert (one, other) == (1, 0)
+    with going_by(plan=False):
+        wanted = run(2, uses_a_layer_twice)[0][0][1]
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())

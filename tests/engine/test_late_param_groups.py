@@ -147,3 +147,38 @@ def test_what_is_unfrozen_is_trained_where_parts_are_called(device: str, evaluat
         found.append(([loss.item() for loss in losses], model.state_dict()))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_a_checkpoint_of_parameters_that_were_added_and_not_stepped(group: bool, tmp_path: Path) -> None:
+    model, optimizer = managed(Net(2), ROOMY)
+    run_once(model, optimizer)
+    add_layer(model, 1)
+    if group:
+        optimizer.add_param_group({"params": list(model.layers[-1].parameters()), "lr": 0.05})
+    with torch.no_grad():
+        model(X)
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    losses = [run_once(model, optimizer) for _ in range(2)]
+    load_checkpoint(tmp_path / "saved", model, optimizer)
+    assert [run_once(model, optimizer) for _ in range(2)] == losses
+    assert [len(each["params"]) for each in optimizer.param_groups] == ([4, 2] if group else [6])
+
+
+def test_a_checkpoint_with_frozen_parameters_in_no_group(tmp_path: Path) -> None:
+    model = Net()
+    unfreeze(model, 0)
+    model, optimizer = managed(model, ROOMY)
+    optimizer._leave_out(each for each in model.parameters() if not each.requires_grad)
+    run_once(model, optimizer)
+    save_checkpoint(tmp_path / "frozen", model, optimizer)
+    losses = [run_once(model, optimizer) for _ in range(2)]
+    load_checkpoint(tmp_path / "frozen", model, optimizer)
+    assert [run_once(model, optimizer) for _ in range(2)] == losses
+    unfreeze(model, 1)
+    model(X).backward()
+    optimizer.zero_grad()
+    save_checkpoint(tmp_path / "unfrozen", model, optimizer)
+    losses = [run_once(model, optimizer) for _ in range(2)]
+    load_checkpoint(tmp_path / "unfrozen", model, optimizer)
+    assert [run_once(model, optimizer) for _ in range(2)] == losses

@@ -272,6 +272,17 @@ def test_a_run_that_added_parameters_is_resumed_by_adding_them_again(tmp_path: P
     release(first[0]), release(again[0])
 
 
+def test_a_module_added_before_a_block_of_ordinary_parameters_is_taken_in_after_it() -> None:
+    model, optimizer = managed(Net(2))
+    add_layer(model, 1)
+    with torch.no_grad():
+        with materialized(model):
+            inside = model(X)
+        assert torch.equal(model(X), inside)
+    run_once(model, optimizer)
+    assert len(optimizer.state_dict()["state"]) == 6
+
+
 def test_what_is_refused() -> None:
     model, _ = managed(Net(2))
     other = Net(2)

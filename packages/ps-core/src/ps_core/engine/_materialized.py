@@ -123,6 +123,8 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         for record, before in given.items():
             if before is not None:
                 _keep(engine, record, found[record], found[record] == before)
+        if self._write:
+            engine.updater.compare()
 
     def _take_exchanged(self) -> dict[nn.Parameter, nn.Parameter]:
         """Put back parameters that were replaced, as by ``load_state_dict(assign=True)``; return the replacements."""

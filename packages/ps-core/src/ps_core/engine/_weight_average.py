@@ -78,6 +78,7 @@ class WeightAverage:
             master = self._engine.read_state(record, Kind.P32)
             self._engine.write_state(record, Kind.P32, self._averages[record])
             self._averages[record] = master
+        self._engine.updater.compare()
         if on:
             self._engine.usability.mark_averaged(on=True)
 

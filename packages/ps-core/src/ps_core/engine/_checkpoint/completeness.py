@@ -109,7 +109,7 @@ def _of_optimizer(manifest: dict[str, Any]) -> Iterator[str]:
     for index, group in enumerate(optimizer["groups"]):
         yield from _missing(f"the optimizer's groups[{index}]", group, {"param_names": list})
     members = [name for group in optimizer["groups"] for name in group["param_names"]]
-    yield from _names("the optimizer's groups' param_names", members, manifest["parameters"])
+    yield from _names("the optimizer's groups' param_names", members, trained, manifest["parameters"])
 
 
 def _of_torch_optimizer(optimizer: dict[str, Any], trained: Sequence[str]) -> Iterator[str]:
@@ -125,17 +125,18 @@ def _of_torch_optimizer(optimizer: dict[str, Any], trained: Sequence[str]) -> It
             yield f"the optimizer's scalars of {name!r} are {short(row)}, expected numbers by name"
 
 
-def _names(what: str, found: Iterable[str], wanted: Iterable[str]) -> Iterator[str]:
-    """Yield names that are missing, unknown or there more than once."""
+def _names(what: str, found: Iterable[str], wanted: Iterable[str], known: Iterable[str] = ()) -> Iterator[str]:
+    """Yield names that are missing, unknown or there more than once; those of ``known`` may be there or not."""
     rows = list(found)
     if not all(isinstance(name, str) for name in rows):
         yield f"{what} are {short(rows)}, expected texts"
-    counts, known = Counter(rows), dict.fromkeys(wanted)
-    for name in known:
+    counts, needed = Counter(rows), dict.fromkeys(wanted)
+    for name in needed:
         if not counts[name]:
             yield f"{what} lack {name!r}"
+    expected = needed.keys() | set(known)
     for name, count in counts.items():
-        if name not in known:
+        if name not in expected:
             yield f"{what} have {name!r}, which is not one of those parameters"
         if count > 1:
             yield f"{what} have {name!r} more than once"

@@ -25,7 +25,10 @@ from ps_core.engine._parameters.state_transitions import GradientPlace
 
 
 def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:
-    """Return a managed model and its engine; raise `InvalidInput` if the optimizer was not made with it."""
+    """Return a managed model and its engine; raise `InvalidInput` if the optimizer was not made with it.
+
+    The optimizer's groups then have all parameters that are trained.
+    """
     management = hooks_of(model)
     engine, whole = management.engine, management._model()
     if whole is None:
@@ -39,6 +42,7 @@ def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:
         raise InvalidInput(f"expected the optimizer that chunked(...) returned with this model, found {found}")
     if optimizer._gradients is not engine:
         raise InvalidInput("this optimizer is another model's: pass the one that chunked(...) returned with this model")
+    optimizer.complete_groups()
     return whole, engine
 
 

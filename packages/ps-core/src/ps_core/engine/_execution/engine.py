@@ -98,6 +98,7 @@ class Engine:
             write=lambda record, value: self.write_state(record, Kind.P32, value),
             end_pass=self.finish_pass,
             check_writes=self.check_writes,
+            compare=self.updater.compare,
         )
         self.management = management(self)
         """The owner of the hooks."""
@@ -321,6 +322,7 @@ class Engine:
         """Note that an optimizer's state dict was loaded whole."""
         self.stepping.end()
         self.masters.states_loaded()
+        self.updater.compare()
 
     def read(self, record: ParamState) -> torch.Tensor:
         """Return a copy of the parameter in the type that it is computed with."""

@@ -178,9 +178,10 @@ class ModelHooks:
     def _check_parameters(self, model: nn.Module) -> bool:
         """Manage parameters that were added or unfrozen since the last pass; return True if blocks are compiled.
 
-        Nothing is changed while the model runs, or while backward repeats its forward.
+        Nothing is changed while the model runs, while backward repeats its forward, or while `materialized` lasts.
         """
         between = not self._running and (torch._C._current_graph_task_id() == -1 or not recomputing())
+        between = between and not self.engine.usability.materializing  # where parameters are ordinary ones
         for record in self._frozen:
             if record.parameter.requires_grad and between and torch.is_grad_enabled():
                 self._train_frozen()

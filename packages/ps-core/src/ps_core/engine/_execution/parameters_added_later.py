@@ -147,6 +147,7 @@ def _check_below(store: TierStore, groups: list[ParamGroup], *, accumulates: boo
 def _agree(engine: Engine, what: str, rows: list[Any]) -> None:
     """Raise `RanksDiverged` unless all ranks do this with the same parameters at the same time."""
     if engine.together is not None:
+        engine.updater.compare()  # which a rank that evaluates alone may be waiting for
         engine.together.agree(what, ", ".join(map(str, rows)))
 
 

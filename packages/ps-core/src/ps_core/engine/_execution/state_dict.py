@@ -29,10 +29,11 @@ class StateDicts:
         write: Callable[[ParamState, torch.Tensor], None],
         end_pass: Callable[[], None],
         check_writes: Callable[[], None],
+        compare: Callable[[], None],
     ) -> None:
         """Begin; ``read`` copies a parameter in its computed type; ``write`` replaces its master; see also `Engine`."""
         self._masters, self._read, self._write = masters, read, write
-        self._end_pass, self._check_writes = end_pass, check_writes
+        self._end_pass, self._check_writes, self._compare = end_pass, check_writes, compare
         self.copies = StateCopies()
         self._making = 0
         """State dicts under construction, one within another: parameters are read as copies."""
@@ -75,6 +76,7 @@ class StateDicts:
             return
         self._loading, self.open = None, self._making > 0
         self._masters.weights_loaded()
+        self._compare()
 
     def forget(self) -> None:
         """End a state dict that was made or loaded, successfully or not: parameters are read normally again."""

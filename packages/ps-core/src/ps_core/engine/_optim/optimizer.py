@@ -155,6 +155,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _take_in(self) -> None:
         """Add parameters that were added to the model to the groups that match them."""
+        if len(self._source) == self._known:
+            return
         added, self._known = self._source[self._known :], len(self._source)
         self._state.add(added)
         for index, found in enumerate(_members(self.rule.spec, added)):
@@ -187,6 +189,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 "the model, and call the model"
             )
 
+    def complete_groups(self) -> None:
+        """List parameters that were added to the model, or are trained since, in their param groups."""
+        self._take_in()
+        if self._unlisted or self._awaited:
+            self._list_trained()
+
     def _leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take frozen parameters out of the param groups until they are trained, or `add_param_group` names them."""
         wanted = set(map(id, parameters))
@@ -196,10 +204,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def settings(self) -> Callable[[ParamState], StepSettings]:
         """Return a function that returns a parameter's settings, as the groups have them now."""
-        if len(self._source) > self._known:
-            self._take_in()
-        if self._unlisted or self._awaited:
-            self._list_trained()
+        self.complete_groups()
         if len(self.param_groups) != len(self._members):
             raise InvalidInput(
                 f"param_groups was assigned {len(self.param_groups)} groups, expected {len(self._members)}: assign as "
@@ -239,8 +244,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         ``masters``: with the fp32 parameters, or without; None: of those whose weights are 16 bits, unless
         `masters_in_state_dict` is False.
         """
-        if len(self._source) > self._known:
-            self._take_in()
+        self._take_in()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         if masters is None and _moved_by_accelerate(sys._getframe(1)) and not self._state:
@@ -308,8 +312,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _match_groups(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the param groups with the saved numbers; raise `InvalidInput` if the saved groups do not match."""
-        if len(self._source) > self._known:
-            self._take_in()
+        self._take_in()
         return match_groups(self.rule, self.param_groups, list(map(len, self._members)), saved)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -317,8 +320,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if not self._complete:
             super().add_param_group(param_group)
             return
-        if len(self._source) > self._known:
-            self._take_in()
+        self._take_in()
         given = param_group["params"]
         listed = [given] if isinstance(given, torch.Tensor) else list(given)
         parameters = [each[1] if isinstance(each, tuple) else each for each in listed]

@@ -3,8 +3,9 @@
 [Note: alike]
 A rank applies to its own shard what the program sets, loads, writes, scales or forgets. If one rank does otherwise than
 the others, the model's parts no longer belong together, and no rank would notice. So each notes what it does. The notes
-are compared before a state is read, before a step and as a pass begins. `RanksDiverged` says who did what. A rank
-without notes compares nothing. If others have some, the collective that it does instead gives it away.
+are compared when all of a load is there, before a state is read, before a step and as a pass begins. `RanksDiverged`
+says who did what. A rank without notes compares nothing. If others have some, the collective that it does instead gives
+it away.
 """
 
 from __future__ import annotations

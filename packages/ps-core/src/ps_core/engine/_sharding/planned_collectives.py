@@ -327,7 +327,7 @@ class RanksExecutor(InstructionExecutor):
 
     def _hand_over_gradients(self) -> dict[ParamGroup, tuple[Slot, list[ParamState]]]:
         """Return the gradients that are to be summed, in slots that hold nothing else."""
-        found = {}
+        found, evicted = {}, list[Slot]()
         for group, (slot, records) in self._staged.items():
             waiting = {record: self._waiting[record] for record in group.tensors if record in self._waiting}
             if group not in self._plan.overwritten:
@@ -337,6 +337,7 @@ class RanksExecutor(InstructionExecutor):
                 rows = {record: record.shaped(whole).clone() for record in records} | waiting
                 if group.weight_chunk.copies.get(0) is slot:
                     self._shards.evict(group)
+                    evicted.append(slot)  # kept for its next use, or until its aliases are gone
                 else:
                     slot.clear()
                 own = self._shards.take_slot(group.weight_chunk.bytes)
@@ -344,7 +345,10 @@ class RanksExecutor(InstructionExecutor):
                 for record, gradient in rows.items():
                     record.shaped(target).copy_(gradient)
                 found[group] = own, list(rows)
-        self._slots = {number: slot for number, slot in self._slots.items() if slot.memory.numel()}
+        gone = {id(slot) for slot in evicted}
+        self._slots = {
+            number: slot for number, slot in self._slots.items() if slot.memory.numel() and id(slot) not in gone
+        }
         self._staged.clear()
         self._waiting.clear()
         return found

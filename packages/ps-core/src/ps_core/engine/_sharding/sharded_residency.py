@@ -10,7 +10,8 @@ they are gone, but counts as evicted. For when they go may be up to the garbage 
 Ranks of one computer that compute in fp32 on the CPU map each other's shards (`CommonWeights`). A group's gathered copy
 is then a mapping: nothing is copied, and it takes no bytes of the budget. A gather only says that every rank's shard is
 stepped. No rank begins a step while another one computes, since all ranks compare something before a step. Before any
-other change of weights they meet too. A mapping that the program wrote to, or still has an alias of, is replaced.
+other change of weights they meet too (`Alike.before_write`, and what loads compare). A mapping that the program wrote
+to, or still has an alias of, is replaced.
 """
 
 from __future__ import annotations
@@ -65,8 +66,6 @@ class ShardedResidency(Residency):
         """The group last gathered for reading, with its version: the next tensor is mostly of the same group."""
         self._common: dict[ParamGroup, Slot] = {}
         """Mappings of groups that all ranks compute from where they are; see [Note: common weights]."""
-        self._readers = False
-        """True if another rank may compute from this one's shards; the same on all ranks."""
         self.ordering = collective_ordering(self, together)
         for group in groups:
             self.complete(group)
@@ -88,7 +87,6 @@ class ShardedResidency(Residency):
     def map_common(self, group: ParamGroup) -> Slot:
         """Return the mapping of a group's common weights."""
         assert group.common is not None, "the group has common weights"
-        self._readers = True
         slot = self._common.get(group)
         if slot is None or not slot.memory.numel():
             with torch.inference_mode(False):  # as in `take_slot`
@@ -214,7 +212,7 @@ class ShardedResidency(Residency):
 
     def end_change(self) -> None:
         """Note that this rank's shards are those after one more step, or change of groups; answer for them."""
-        store, self._readers = self.store, False
+        store = self.store
         if self._ask is None:
             return
         queues = (*ORDERED_QUEUES, *DISK_QUEUES) if store.file is not None else ORDERED_QUEUES
@@ -282,9 +280,6 @@ class ShardedResidency(Residency):
         """Write elements of this rank's shard to the home slot; ``values`` may be what `load` returned."""
         group = self.groups[chunk.extent.index]
         dtype = group.dtype_of(chunk.extent.kind)
-        if self._readers and group.common is not None and chunk.extent.kind is group.weight:
-            self._readers = False
-            self.together.all_values([0.0], "weights are about to be changed")  # after which no rank computes
         if chunk.home.place is None:
             target = self.transfers.at_home(chunk).flat(dtype, group.shard_numel)[span]
             self.store.device.declare_access(Queue.CPU, f"write {group.name}", (), (chunk.home.memory,))
