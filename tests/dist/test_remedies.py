@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from torch import nn
 
-from _threads import Together, run
+from _threads import Together, going_by, run
 from ps_core import AdamW, Budget, DoesNotFit
 from ps_core.engine import chunked, release
+from ps_core.engine._sharding.following_driver import FollowingDriver
 
 
 def made() -> nn.Module:
@@ -37,3 +40,21 @@ def test_a_larger_host_or_disk_is_enough_for_all(disk: bool, tmp_path: Path) -> 
     assert said == other
     assert "for the 2 processes that share it" in said
     assert run(2, joined, eval(said.partition(": ")[0]))[0] == [True, True]
+
+
+def finds_no_place(each: Together) -> DoesNotFit:
+    """Enough memory is free, but not side by side."""
+    budget = Budget(device="2MiB", host="8MiB")
+    model, _ = chunked(made(), AdamW(), device="emulated", budget=budget, collectives=each)
+    with mock.patch.object(FollowingDriver, "_fits", return_value=False), pytest.raises(DoesNotFit) as caught:
+        model(torch.ones(2, 128))
+    return caught.value
+
+
+def test_a_remedy_for_memory_in_pieces_asks_for_more_than_there_is() -> None:
+    with going_by(plan=False):
+        found, _ = run(2, finds_no_place)
+    for error in found:
+        assert error.needed_bytes > error.available_bytes == 2**21
+        assert not error.proven
+        assert eval(error.remedies[0].partition(": ")[0]).device_bytes > 2**21

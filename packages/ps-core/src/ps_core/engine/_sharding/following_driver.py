@@ -276,10 +276,11 @@ class FollowingDriver:
     def _make_room(self, size: int, name: str) -> None:
         """Make room for a slot by dropping gathered groups, the least recently used first."""
         if not make_room(lambda: self._fits(size), self._drop_one, self._store.free_spare, self._move_down):
-            store = self._store
-            total = store.ledger.used_bytes[0] + size + store.ledger.nonmodel_bytes
-            groups, nonmodel = self._shards.groups, store.ledger.nonmodel_bytes
-            raise compute_tier_too_small(store, groups, name, total, nonmodel, proven=True)
+            store, nonmodel = self._store, self._store.ledger.nonmodel_bytes
+            total = store.ledger.used_bytes[0] + size + nonmodel
+            scattered = total <= store.tiers[0].capacity_bytes  # enough is free, but not side by side
+            total = max(total, store.tiers[0].capacity_bytes + size)
+            raise compute_tier_too_small(store, self._shards.groups, name, total, nonmodel, proven=not scattered)
 
     def _is_half_full(self) -> bool:
         """Return True if groups that the moment does not read should go: more non-model bytes may come in it."""
