@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -423,6 +424,10 @@ def must_be_alike(each: ps_dist.TorchCollectives) -> None:
         chunked(nn.Linear(3, 4 if odd else 5), SGD(lr=0.1), collectives=each)
     with pytest.raises(RanksDiverged, match=r"how it is trained must be the same on all ranks.*lr=0.1.*lr=0.2"):
         chunked(made(), SGD(lr=0.2 if odd else 0.1), collectives=each)
+    disk = {"disk": "1MiB", "disk_dir": tempfile.gettempdir()} if odd else {}
+    budget = Budget(host="64MiB", **disk)
+    with pytest.raises(RanksDiverged, match=r"how it is trained must be the same .*in host,.*in host and disk,"):
+        chunked(made(), SGD(lr=0.1), budget=budget, precision="fp32", collectives=each)
     each.barrier()
 
 

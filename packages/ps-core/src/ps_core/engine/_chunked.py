@@ -93,7 +93,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     joining.check(where, options.machine)
     tiers = tier_budgets(where, budget, joining.sharers)
     packing = wishes.pack(tiers, ties)
-    joining.share(packing, rule, f"{wishes.mode.value}, {accumulation_steps=}, {max_grad_norm=}")
+    places = " and ".join(tier.name for tier in tiers)
+    joining.share(packing, rule, f"{wishes.mode.value} in {places}, {accumulation_steps=}, {max_grad_norm=}")
     given = UserLimits(budget, options, joining.sharers)
     shared = collectives is not None
     if options.cap_allocator:
