@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from _hugging_face import batch, llama, row
-from ps_core import Budget, InvalidInput, Options
+from ps_core import AlreadyManaged, Budget, InvalidInput, Options
 from ps_core.engine import chunked, is_managed, release, statistics
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -175,6 +175,17 @@ def test_a_loss_function_is_no_second_model() -> None:
     optimizer.step()
     assert criterion is given[2]
     assert statistics(model).steps == 1
+    release(model)
+
+
+def test_prepared_a_second_time() -> None:
+    """What to do about it is said by `chunked`: the model did come with an optimizer."""
+    model = llama()
+    model, _ = ours().prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(AlreadyManaged, match=r"release\(model\)"):
+        ours().prepare(model, torch.optim.AdamW(model.parameters()))
+    release(model)
+    model, _ = ours().prepare(model, torch.optim.AdamW(model.parameters()))
     release(model)
 
 

@@ -64,6 +64,8 @@ class ChunkedAccelerator(Accelerator):
         found = list(given)
         places = [index for index, each in enumerate(found) if _is_plain_model(each)]
         optimizers = [index for index, each in enumerate(found) if _is_plain_optimizer(each)]
+        if not places and optimizers:  # a second time: `chunked` says what to do
+            places = [index for index, each in enumerate(found) if isinstance(each, nn.Module) and is_managed(each)]
         if len(places) > 1 or len(places) != len(optimizers):
             raise _not_together("prepare", len(places), len(optimizers))
         for place, index in zip(places, optimizers, strict=True):
