@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from _hugging_face import batch, llama, row
-from ps_core import Budget, InvalidInput, Options
+from ps_core import AlreadyManaged, Budget, InvalidInput, Options
 from ps_core.engine import chunked, is_managed, release, statistics
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -166,8 +166,35 @@ def test_a_param_group_for_late_parameters(kind: str) -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
 
 
+def test_a_loss_function_is_no_second_model() -> None:
+    model = llama()
+    given = (model, torch.optim.AdamW(model.parameters(), fused=True), torch.nn.CrossEntropyLoss())
+    model, optimizer, criterion = ours().prepare(*given)
+    loss = criterion(model(input_ids=batch(0)["input_ids"]).logits.flatten(0, 1), batch(0)["labels"].flatten())
+    loss.backward()
+    optimizer.step()
+    assert criterion is given[2]
+    assert statistics(model).steps == 1
+    release(model)
+
+
+def test_prepared_a_second_time() -> None:
+    """What to do about it is said by `chunked`: the model did come with an optimizer."""
+    model = llama()
+    model, _ = ours().prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(AlreadyManaged, match=r"release\(model\)"):
+        ours().prepare(model, torch.optim.AdamW(model.parameters()))
+    release(model)
+    model, _ = ours().prepare(model, torch.optim.AdamW(model.parameters()))
+    release(model)
+
+
 def test_what_is_refused() -> None:
     model = llama()
+    with pytest.raises(InvalidInput, match=r"prepare_model found 1 models and 0 optimizers .* to one prepare"):
+        ours().prepare_model(model)
+    with pytest.raises(InvalidInput, match=r"prepare_optimizer found 0 models and 1 optimizers .* to one prepare"):
+        ours().prepare_optimizer(torch.optim.AdamW(model.parameters()))
     with pytest.raises(InvalidInput, match=r"1 models and 0 optimizers .* hand model and optimizer to one prepare"):
         ours().prepare(model)
     with pytest.raises(InvalidInput, match=r"param_groups\[0\]\['differentiable'\] is True"):

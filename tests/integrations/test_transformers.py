@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 import torch
 
 from _hugging_face import llama, row
-from ps_core import InvalidInput, Options
-from ps_core.engine import release, statistics
+from ps_core import Budget, InvalidInput, Options
+from ps_core.engine import chunked, release, statistics
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -212,41 +211,84 @@ def test_arguments_are_read_from_a_command_line(tmp_path: Path) -> None:
     assert found.to_dict()["device_memory"] == "20GiB"
 
 
-def test_trl_trains_through_it(tmp_path: Path) -> None:
-    """The same losses and weights as TRL's own SFTTrainer."""
+TRL: dict[str, tuple[str, dict[str, Any]]] = {
+    "SFT": ("SFT", {"gradient_accumulation_steps": 2}),
+    "SFT with LoRA": ("SFT", {"per_device_train_batch_size": 1}),
+    "DPO": ("DPO", {}),
+    "DPO with LoRA": ("DPO", {}),
+    "GRPO": ("GRPO", {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}),
+}
+"""A trainer each; the reference of DPO and GRPO is TRL's default, but that of our DPO is managed, too."""
+
+
+def trl_rows(datasets: Any, kind: str) -> Any:
+    """Rows in the form that a trainer of TRL takes, of words that `_tokenizer` knows."""
+    texts = [" ".join(f"w{each}" for each in row(index)["input_ids"][:5]) for index in range(3 * 24)]
+    columns = {
+        "SFT": {"text": texts[:24]},
+        "DPO": {"prompt": texts[:24], "chosen": texts[24:48], "rejected": texts[48:]},
+        "GRPO": {"prompt": texts[:24]},
+    }
+    return datasets.Dataset.from_dict(columns[kind])
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_trl_trains_through_it(name: str, tmp_path: Path) -> None:
+    """The same losses and weights as TRL's own trainers."""
     trl = pytest.importorskip("trl", reason="trl is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    kind, more = TRL[name]
+    trainer, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
 
     @dataclass
-    class Arguments(ManagedArguments, trl.SFTConfig):
+    class Arguments(ManagedArguments, config):  # type: ignore[misc, valid-type]
         pass
 
-    class SFTTrainer(ManagedTrainerMixin, trl.SFTTrainer):
-        pass
+    class Managed(ManagedTrainerMixin, trainer):  # type: ignore[misc, valid-type]
+        def engine_options(self) -> Options:
+            return Options(group_bytes=2**18, poison=True)
 
-    written = tmp_path / "rows.jsonl"
-    written.write_text("".join(json.dumps({"input_ids": each["input_ids"].tolist()}) + "\n" for each in ROWS), "utf-8")
-    files = {"data_files": str(written), "split": "train", "cache_dir": str(tmp_path / "cache")}
-    rows = datasets.load_dataset("json", **files)
-    common = COMMON | {"output_dir": str(tmp_path), "bf16": False, "gradient_checkpointing": False}
-    common |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
-    memory = BUDGET | {"device_memory": "5MiB"}  # TRL computes the loss in pieces of 4 MiB
-    words = {"tokenizer_object": _tokenizer(), "pad_token": "p", "eos_token": "e"}
-    chosen = transformers.PreTrainedTokenizerFast(**words)
-    expected = trl.SFTTrainer(llama(), trl.SFTConfig(**common), train_dataset=rows, processing_class=chosen)
-    found = SFTTrainer(
-        llama(), Arguments(**common, **memory, precision="fp32"), train_dataset=rows, processing_class=chosen
-    )
-    for trained in (expected, found):
-        trained.train()
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 5}
+    wide = transformers.LlamaConfig(**(llama().config.to_diff_dict() | sizes))
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(wide).save_pretrained(tmp_path / "model")  # TRL reads the reference from there
+    common = COMMON | {"output_dir": str(tmp_path), "bf16": False, "max_steps": 3} | more
+    common["gradient_checkpointing"] = False
+    memory = BUDGET | {"device_memory": "7MiB" if name == "DPO" else "6MiB"}  # TRL computes losses in pieces of 4 MiB
+
+    def train(trainer: Any, arguments: Any) -> Any:
+        given = {"train_dataset": trl_rows(datasets, kind), "processing_class": _tokenizer()}
+        if "LoRA" in name:
+            peft = pytest.importorskip("peft", reason="peft is not installed")
+            given["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        if name == "GRPO":
+            given["reward_funcs"] = lambda completions, **_: [float(len(each) % 7) for each in completions]
+        if name == "DPO" and trainer is Managed:
+            given["ref_model"] = reference
+        found = trainer(read(tmp_path / "model"), args=arguments, **given)
+        found.train()
+        return found
+
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    where = {"device": "emulated", "budget": Budget(device="7MiB", host="64MiB"), "precision": "fp32"}
+    reference, _ = chunked(read(tmp_path / "model"), None, options=Options(group_bytes=2**18, poison=True), **where)
+    expected = train(trainer, config(**common))
+    found = train(Managed, Arguments(**common, **memory, precision="fp32"))
     assert logged(found) == logged(expected)
-    assert statistics(found.model).steps == STEPS
-    release(found.model)
+    assert any(entry["exp_avg"].any() for entry in found.optimizer.state_dict()["state"].values())
+    counted = statistics(found.model)
+    assert counted.steps == 3
+    assert counted.evictions > 0
+    assert name != "DPO" or statistics(reference).evictions > 0
+    release(found.model), release(reference)
     wanted = expected.model.state_dict()
     assert all(torch.equal(value, wanted[name]) for name, value in found.model.state_dict().items())
 
 
 def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
-    return Tokenizer(models.WordLevel({"p": 0, "e": 1, "u": 2}, unk_token="u"))
+    words = {"p": 0, "e": 1, "u": 2} | {f"w{index}": index for index in range(3, 64)}
+    made = Tokenizer(models.WordLevel(words, unk_token="u"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="p", eos_token="e", unk_token="u")

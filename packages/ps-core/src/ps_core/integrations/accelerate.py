@@ -62,13 +62,12 @@ class ChunkedAccelerator(Accelerator):
         A model that is under management already is left as it is.
         """
         found = list(given)
-        places = [index for index, each in enumerate(found) if isinstance(each, nn.Module) and not is_managed(each)]
+        places = [index for index, each in enumerate(found) if _is_plain_model(each)]
         optimizers = [index for index, each in enumerate(found) if _is_plain_optimizer(each)]
+        if not places and optimizers:  # a second time: `chunked` says what to do
+            places = [index for index, each in enumerate(found) if isinstance(each, nn.Module) and is_managed(each)]
         if len(places) > 1 or len(places) != len(optimizers):
-            raise InvalidInput(
-                f"prepare found {len(places)} models and {len(optimizers)} optimizers of torch.optim: {_HOW}; a model "
-                "that is only evaluated goes through chunked(model, None) first"
-            )
+            raise _not_together("prepare", len(places), len(optimizers))
         for place, index in zip(places, optimizers, strict=True):
             optimizer = found[index]
             schedulers = [each for each in found if getattr(each, "optimizer", None) is optimizer]
@@ -78,6 +77,32 @@ class ChunkedAccelerator(Accelerator):
         placed: Sequence[bool | None] = device_placement or [None] * len(found)
         kept = [False if _is_ours(each) else told for each, told in zip(found, placed, strict=True)]
         return super().prepare(*found, device_placement=kept)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model that is under management; raise `InvalidInput` for another, which no budget would bound."""
+        if _is_plain_model(model):
+            raise _not_together("prepare_model", 1, 0)
+        return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Prepare an optimizer of `chunked`; raise `InvalidInput` for one of PyTorch, whose model is not known here."""
+        if _is_plain_optimizer(optimizer):
+            raise _not_together("prepare_optimizer", 0, 1)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+
+def _not_together(by: str, models: int, optimizers: int) -> InvalidInput:
+    return InvalidInput(
+        f"{by} found {models} models and {optimizers} optimizers of torch.optim: {_HOW}; a model that is only "
+        "evaluated goes through chunked(model, None) first"
+    )
+
+
+def _is_plain_model(value: Any) -> bool:
+    """Return True for a module with parameters that are not under management; a loss function has none."""
+    return isinstance(value, nn.Module) and not is_managed(value) and next(value.parameters(), None) is not None
 
 
 def _is_plain_optimizer(value: Any) -> bool:
