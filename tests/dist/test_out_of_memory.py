@@ -1,4 +1,4 @@
-"""Memory that runs out on one rank, on CUDA devices that the CPU plays: all ranks go on by a plan that leaves more free."""
+"""Memory that runs out on one rank, on CUDA devices that the CPU plays: all ranks then leave more free."""
 
 from __future__ import annotations
 

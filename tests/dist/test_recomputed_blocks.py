@@ -1,4 +1,4 @@
-"""Ranks whose blocks are recomputed, in little memory: a recorded pass has what is held, so that its plan is followed."""
+"""Ranks whose blocks are recomputed, in little memory: a recorded pass has what is held, so its plan is followed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def train(each: Together, precision: str, kib: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "precision", "kib"), [(2, "fp32", 96), (2, "fp32", 108), (2, "bf16", 48), (2, "bf16", 54), (3, "bf16", 48)]
+    ("ranks", "precision", "kib"),
+    [(2, "fp32", 96), (2, "fp32", 108), (2, "bf16", 48), (2, "bf16", 54), (3, "bf16", 48)],
 )
 def test_a_recorded_pass_has_what_recomputed_blocks_hold(ranks: int, precision: str, kib: int) -> None:
     run(ranks, train, precision, kib)
