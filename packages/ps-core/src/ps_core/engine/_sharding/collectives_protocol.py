@@ -118,11 +118,6 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
     def start_all_gather(self, into: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
         """Begin an all-gather; ``shard`` may lie in its place of ``into`` already."""
 
-    def start_reduce_scatter(
-        self, into: torch.Tensor, source: torch.Tensor, scratch: torch.Tensor | None = None, what: str = ""
-    ) -> Pending:
-        """Begin a reduce-scatter; ``scratch`` are bytes for what the others send."""
-
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """Return the scratch bytes with which a reduce-scatter is done in one piece."""
 

@@ -4,8 +4,8 @@ Before the first pass each rank estimates it with fake tensors, and the ranks pl
 serves asks other ranks for weights, and is recorded. As its step begins, the ranks tell each other what they recorded.
 They plan, and move their shards to where the plan has them; see [Note: one plan] in `plan_agreement`. All ranks compare
 something at every step. With it each tells whether it has a new recording, so that takes no message of its own.
-Where memory ran out on a rank, it tells so with what ranks compare next: at a step, or as a pass begins after gradients
-were forgotten. The next pass by the plan begins with a plan that leaves more free.
+A rank where memory ran out tells so with what ranks compare next: a step, or which gradients were forgotten. The next
+pass by the plan begins with a plan that leaves more free.
 A model without an optimizer has no steps. There the ranks ask each other before passes 2, 3, 5, 9, 17, 33, and then
 before every 64th.
 """
