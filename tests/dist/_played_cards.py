@@ -28,4 +28,4 @@ def launch_on_stream(each: Together) -> None:
     """Launch this rank's collectives of a device's memory on its stream, as NCCL's are."""
     card: Any = each
     card.staging_bytes = lambda *_: 0
-    card._session.on_device = lambda carrier, *, planned: OnStream(card._session, carrier)
+    card._session.on_device = lambda carrier: OnStream(card._session, carrier)

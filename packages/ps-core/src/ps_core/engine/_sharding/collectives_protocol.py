@@ -79,10 +79,10 @@ class CollectiveSession(BufferCollectives, Protocol):
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
         """Return the bytes of all ranks, in order of rank; every rank gives equally many."""
 
-    def on_device(self, copier: StagingCopier, *, planned: bool = False) -> BufferCollectives:
-        """Return the collectives of a device's memory; they may end on the copier's stream after they return.
+    def on_device(self, copier: StagingCopier) -> BufferCollectives:
+        """Return the collectives of a device's memory, in an order that every rank knows beforehand.
 
-        ``planned``: every rank knows their order beforehand, so nothing need be said before one.
+        They may end on the copier's stream after they return.
         """
 
 

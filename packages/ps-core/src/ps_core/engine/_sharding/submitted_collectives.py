@@ -72,7 +72,7 @@ class Submitted:
         self._pending = together.start(self._run)
 
     def _run(self, session: CollectiveSession) -> None:
-        buffers = self._ordering.begin(session, self._ready, planned=True)
+        buffers = self._ordering.begin(session, self._ready)
         if self._recorder is None:
             self._communicate(session, buffers)
         else:
