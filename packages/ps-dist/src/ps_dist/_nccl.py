@@ -3,7 +3,7 @@
 [Note: planned collectives]
 Every rank knows the order of collectives beforehand, by a plan or without. One is launched on its stream like a copy.
 Nothing is said before it, and no thread waits after it. NCCL has no tags, so ranks that launch different collectives
-may exchange anything. Each has entered its own in its history, though. The next message in the host's memory carries the
+may exchange anything. Each has entered its own in its history, though. The next message in the host's memory has the
 fingerprint of them all (see [Note: fingerprints]). That is a step's at the latest, before what came changes a weight.
 A call that another rank does not answer occupies the device. The watchdog finds it by two marks on the stream, one
 before and one behind the call. It names the rank as in any other wait, and aborts NCCL.
