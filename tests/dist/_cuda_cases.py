@@ -241,19 +241,6 @@ class Quiet:
         self.synchronized += 1
 
 
-def parts_ways(each: ps_dist.TorchCollectives) -> str:
-    """Ranks whose cards would wait for each other: none of them calls its card."""
-    carrier, rank = Quiet(), each.mesh.rank
-
-    def job(session: Any) -> None:
-        session.on_device(carrier).all_gather(torch.zeros(4), torch.zeros(2), f"layer {rank}")
-
-    with from_card_to_card(each), pytest.raises(RanksDiverged) as caught:
-        each.start(job).wait()
-    assert carrier.synchronized == 0, "it did not get so far"
-    return str(caught.value)
-
-
 class Reached:
     """A mark of a stream that has come to it, or never will."""
 
@@ -278,7 +265,7 @@ def waits_on_its_stream(each: ps_dist.TorchCollectives, fault: str) -> str:
 
     def job(session: Any) -> None:
         what = "layer 1" if is_late and fault == "another" else "layer 0"
-        session.on_device(Quiet(), planned=True).all_gather(torch.zeros(4), torch.zeros(2), what)
+        session.on_device(Quiet()).all_gather(torch.zeros(4), torch.zeros(2), what)
 
     if is_late and fault == "ended":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -105,7 +105,7 @@ class TimedSession(Session):
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
         return self.meet(what, mine)
 
-    def on_device(self, carrier: Any, *, planned: bool = False) -> StreamCollectives:
+    def on_device(self, carrier: Any) -> StreamCollectives:
         return StreamCollectives(self, carrier)
 
 

@@ -105,14 +105,6 @@ def test_each_process_takes_a_card(
     assert chosen == taken
 
 
-def test_ranks_that_would_call_their_cards_for_different_things() -> None:
-    with crew(2) as lost:
-        for message in lost.run(cases.parts_ways, timeout_s=30):
-            assert "the ranks do different things; the first difference is number" in message
-            assert "(layer 0)" in message
-            assert "(layer 1)" in message
-
-
 @pytest.mark.parametrize("fault", ["late", "computes", "another"])
 def test_a_card_that_waits_for_another_in_vain(fault: str) -> None:
     """Nothing is said before a collective of a plan, so its device may wait; the watchdog ends that, and names it."""

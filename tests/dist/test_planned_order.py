@@ -14,27 +14,13 @@ from torch import Tensor, nn
 
 from _checked_cuda import COMM_THREAD, CheckedCuda
 from _fake_cuda import FakeRuntime
-from _threads import Session, Together, run
+from _played_cards import launch_on_stream
+from _threads import Together, run
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._sharding.collective_waits import CollectiveWaits
 
 WIDTH, LAYERS, STEPS = 40, 6, 4
-
-
-class OnStream:
-    """The collectives of a session, launched on a stream."""
-
-    def __init__(self, session: Session, carrier: Any) -> None:
-        self._session, self._carrier = session, carrier
-
-    def all_gather(self, into: Tensor, shard: Tensor, what: str) -> None:
-        with self._carrier.on_stream(what, (shard,), (into,)):
-            self._session.all_gather(into, shard, what)
-
-    def reduce_scatter(self, into: Tensor, source: Tensor, scratch: Tensor, what: str, **how: Any) -> None:
-        with self._carrier.on_stream(what, (source,), (into, scratch)):
-            self._session.reduce_scatter(into, source, scratch, what, **how)
 
 
 def train(
@@ -44,9 +30,7 @@ def train(
     runtime = FakeRuntime(each.rank + 1)
     device: Any = "emulated"
     if checked:
-        card: Any = each
-        card.staging_bytes = lambda *_: 0
-        card._session.on_device = lambda carrier, *, planned: OnStream(card._session, carrier)
+        launch_on_stream(each)
         each._thread.submit(lambda: setattr(threading.current_thread(), "name", COMM_THREAD)).result()
         device = CheckedCuda(runtime)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))

@@ -1,17 +1,12 @@
 """Collectives between CUDA devices by NCCL, without the host's memory.
 
 [Note: planned collectives]
-Where ranks follow a plan, it fixes the order of collectives. One is launched on its stream like a copy. Nothing is said
-before it, and no thread waits after it. NCCL has no tags, so ranks that launch different collectives may exchange
-anything. Each has entered its own in its history, though. The next message in the host's memory carries the fingerprint
-of them all (see [Note: fingerprints]). That is a step's at the latest, before what came changes any weight. A call that
-another rank does not answer occupies the device. The watchdog finds it by two marks on the stream, one before and
-one behind the call. It names the rank as in any other wait, and aborts NCCL.
-
-[Note: confirming first]
-Other collectives are agreed on as they go. Before each of them all ranks exchange a byte in the host's memory, under
-the collective's tag. Ranks that do something else, have ended or are late are found there. The thread of collectives
-waits until the device has completed one before it says so.
+Every rank knows the order of collectives beforehand, by a plan or without. One is launched on its stream like a copy.
+Nothing is said before it, and no thread waits after it. NCCL has no tags, so ranks that launch different collectives
+may exchange anything. Each has entered its own in its history, though. The next message in the host's memory has the
+fingerprint of them all (see [Note: fingerprints]). That is a step's at the latest, before what came changes a weight.
+A call that another rank does not answer occupies the device. The watchdog finds it by two marks on the stream, one
+before and one behind the call. It names the rank as in any other wait, and aborts NCCL.
 """
 
 from __future__ import annotations
@@ -90,12 +85,6 @@ class NcclMessages(PeerMessages):
         event.record()
         return event
 
-    def confirm_all_ranks(self, tag: int) -> None:
-        """Wait until all ranks are about to begin the collective of this tag; see [Note: confirming first]."""
-        everyone = self._mesh.everyone
-        whole = torch.empty(len(everyone), dtype=torch.uint8, device="cpu")
-        self._control.gather("agreement", tag, everyone, whole, torch.zeros(1, dtype=torch.uint8, device="cpu"))
-
     def warm_up(self, tag: int) -> None:
         """Connect to every rank and allocate NCCL's memory; raise `RuntimeError` if wrong bytes arrive."""
         everyone = self._mesh.everyone
@@ -110,7 +99,7 @@ class NcclMessages(PeerMessages):
 
 
 class DeviceCollectives:
-    """Collectives of a device's memory: launched when they return, or complete."""
+    """Collectives of a device's memory, which are launched when they return."""
 
     def __init__(
         self,
@@ -118,12 +107,11 @@ class DeviceCollectives:
         mesh: Mesh,
         copier: StagingCopier,
         enter: Callable[..., int],
-        note_launch: Callable[[Mark, Mark], None] | None,
+        note_launch: Callable[[Mark, Mark], None],
     ) -> None:
         """``enter``: adds the collective to the history, and returns the tag of its messages.
 
-        ``note_launch``: is told between which marks one was launched; see [Note: planned collectives]. None: ranks
-        confirm each collective, and it is complete when it returns; see [Note: confirming first].
+        ``note_launch``: is told between which marks one was launched; see [Note: planned collectives].
         """
         self._messages, self._mesh, self._copier, self._enter = messages, mesh, copier, enter
         self._note_launch = note_launch
@@ -132,7 +120,7 @@ class DeviceCollectives:
         """Gather shards as `CollectiveSession.all_gather`."""
         peers = self._mesh.shard_peers
         tag = self._enter("all_gather", what, shard.numel() * len(peers), shard.dtype)
-        with self._on_stream(tag, what, (shard,), (into,)):
+        with self._on_stream(what, (shard,), (into,)):
             self._messages.gather("all_gather", tag, peers, into, shard)
 
     def reduce_scatter(
@@ -146,17 +134,11 @@ class DeviceCollectives:
     ) -> None:
         """Sum shards as `CollectiveSession.reduce_scatter`."""
         tag = self._enter("reduce_scatter", what, into.numel() * self._mesh.shards, kind)
-        with self._on_stream(tag, what, (source,), (into, scratch)):
+        with self._on_stream(what, (source,), (into, scratch)):
             self._messages.reduce_scatter("reduce_scatter", tag, into, source, scratch, kind=kind)
 
     @contextmanager
-    def _on_stream(self, tag: int, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Iterator[None]:
-        if self._note_launch is None:
-            self._messages.confirm_all_ranks(tag)
-            with self._copier.on_stream(what, reads, writes):
-                yield
-            self._copier.synchronize()
-            return
+    def _on_stream(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Iterator[None]:
         with self._copier.on_stream(what, reads, writes):
             begins = self._messages.mark()
             yield

@@ -66,14 +66,10 @@ class CollectiveSession:
         tag = self._enter("reduce_scatter", what, into.numel() * self._mesh.shards, kind)
         self._reduce_scatter("reduce_scatter", tag, into, source, scratch, kind=kind)
 
-    def on_device(self, copier: StagingCopier, *, planned: bool = False) -> HostStagedCollectives | DeviceCollectives:
-        """Return the collectives of buffers in a device's memory.
-
-        ``planned``: every rank knows their order beforehand, so nothing need be said before one.
-        """
+    def on_device(self, copier: StagingCopier) -> HostStagedCollectives | DeviceCollectives:
+        """Return the collectives of a device's memory, in an order that every rank knows beforehand."""
         if self._nccl is not None:
-            note = self._thread.note_launch if planned else None
-            return DeviceCollectives(self._nccl, self._mesh, copier, self._enter, note)
+            return DeviceCollectives(self._nccl, self._mesh, copier, self._enter, self._thread.note_launch)
         return HostStagedCollectives(self._messages, self._reduce_scatter, self._mesh, copier, self._enter)
 
     @property

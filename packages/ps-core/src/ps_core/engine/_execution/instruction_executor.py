@@ -372,5 +372,6 @@ class InstructionExecutor:
 
     def restore_homes(self) -> None:
         """End the segment: make the slots at the lent home slots' places the home slots."""
+        self._flat.clear()  # or the arena would outlive the next plan, until Python collects this object
         if self._segment.lends_homes:
             restore_lent_homes(self._plan, self._slots, self._places)

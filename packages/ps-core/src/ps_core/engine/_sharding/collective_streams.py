@@ -52,11 +52,8 @@ class CollectiveOrdering(Protocol):
     def ready(self) -> Sequence[Event]:
         """Return the events that a collective submitted now must wait for."""
 
-    def begin(self, session: CollectiveSession, ready: Sequence[Event], *, planned: bool = False) -> BufferCollectives:
-        """Prepare the communication thread for a collective; return what carries it out.
-
-        ``planned``: every rank knows the order of collectives beforehand.
-        """
+    def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
+        """Prepare the communication thread for a collective; return what carries it out."""
 
     def end(self) -> Event | None:
         """Return an event behind a collective; called on the communication thread."""
@@ -89,7 +86,7 @@ class BlockingCollectives:
         """Return no events: `before` waited for everything."""
         return ()
 
-    def begin(self, session: CollectiveSession, ready: Sequence[Event], *, planned: bool = False) -> BufferCollectives:
+    def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
         """Return the session itself."""
         return session
 
@@ -134,12 +131,12 @@ class StreamCollectives:
         """Return an event of each queue, behind everything launched so far."""
         return [self._device.record(queue) for queue in (*ORDERED_QUEUES, Queue.CPU)]
 
-    def begin(self, session: CollectiveSession, ready: Sequence[Event], *, planned: bool = False) -> BufferCollectives:
+    def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
         """Make the collective stream wait for the events; return the session's collectives on the device."""
         self._device.bind_thread()
         for event in ready:
             self._device.wait(Queue.COLL, event)
-        return session.on_device(self._carrier, planned=planned)
+        return session.on_device(self._carrier)
 
     def end(self) -> Event | None:
         """Return an event behind everything launched on the collective stream."""

@@ -12,20 +12,19 @@ from collections.abc import Iterable, Sequence
 
 from ps_core._plan import Instr, Queue
 from ps_core.engine._devices.device import Device, Event
-from ps_core.engine._sharding.collective_streams import ORDERED_QUEUES
-from ps_core.engine._sharding.submitted_collectives import Submitted
+from ps_core.engine._sharding.collective_streams import ORDERED_QUEUES, CollectiveOrdering
 
 
 class CollectiveWaits:
     """What the collectives of one segment wait for, and what waits for them."""
 
-    def __init__(self, device: Device, *, poison: bool) -> None:
+    def __init__(self, device: Device, ordering: CollectiveOrdering, *, poison: bool) -> None:
         """``poison``: the host thread fills released slots, also on the stream of collectives."""
-        self._device, self._poison = device, poison
+        self._device, self._ordering, self._poison = device, ordering, poison
         self._before_next: list[Event] = []
         """What the next collective waits for."""
-        self._ended: list[Submitted] = []
-        """The collectives that the other thread is done with, in order."""
+        self._ended: list[Event | None] = []
+        """The ends of the collectives that the other thread is done with, in order, without their memory."""
         self._last_user: dict[int, int] = {}
         """For each slot, how many collectives had ended with the last one that uses it."""
         self._behind: dict[int, tuple[int, tuple[Event, ...]]] = {}
@@ -50,9 +49,9 @@ class CollectiveWaits:
         filled = (self._device.record(Queue.COLL),) if self._poison else ()
         self._behind[instr.id] = len(self._ended), (*self._before_next, *filled)
 
-    def note_ended(self, submitted: Submitted, slots: Iterable[int]) -> None:
+    def note_ended(self, over: Event | None, slots: Iterable[int]) -> None:
         """Note that the other thread is done with a collective that uses these slots."""
-        self._ended.append(submitted)
+        self._ended.append(over)
         self._last_user.update(dict.fromkeys(slots, len(self._ended)))
 
     def delay_user(self, slots: Iterable[int], queue: Queue) -> None:
@@ -75,4 +74,4 @@ class CollectiveWaits:
         """Make a queue of the accelerator wait for the first ``count`` collectives; other queues use none of them."""
         if queue in self._reached and self._reached[queue] < count:
             self._reached[queue] = count
-            self._ended[count - 1].delay((queue,))
+            self._ordering.after(self._ended[count - 1], (queue,))

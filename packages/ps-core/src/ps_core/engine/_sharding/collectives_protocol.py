@@ -79,10 +79,10 @@ class CollectiveSession(BufferCollectives, Protocol):
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
         """Return the bytes of all ranks, in order of rank; every rank gives equally many."""
 
-    def on_device(self, copier: StagingCopier, *, planned: bool = False) -> BufferCollectives:
-        """Return the collectives of a device's memory; they may end on the copier's stream after they return.
+    def on_device(self, copier: StagingCopier) -> BufferCollectives:
+        """Return the collectives of a device's memory, in an order that every rank knows beforehand.
 
-        ``planned``: every rank knows their order beforehand, so nothing need be said before one.
+        They may end on the copier's stream after they return.
         """
 
 
@@ -117,11 +117,6 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
 
     def start_all_gather(self, into: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
         """Begin an all-gather; ``shard`` may lie in its place of ``into`` already."""
-
-    def start_reduce_scatter(
-        self, into: torch.Tensor, source: torch.Tensor, scratch: torch.Tensor | None = None, what: str = ""
-    ) -> Pending:
-        """Begin a reduce-scatter; ``scratch`` are bytes for what the others send."""
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """Return the scratch bytes with which a reduce-scatter is done in one piece."""

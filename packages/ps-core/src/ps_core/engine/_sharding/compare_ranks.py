@@ -32,6 +32,10 @@ class Alike:
         self._wants_plan = False
         self.agreed_to_plan = False
         """True: a rank wanted that when the last step was compared."""
+        self._wanted_free_bytes = 0
+        """Bytes that this rank wants the next plan to leave free besides; it has not told the others."""
+        self._agreed_free_bytes = 0
+        """The most of these that any rank told since the last plan with more left free."""
         self._clear()
 
     def _clear(self) -> None:
@@ -58,12 +62,32 @@ class Alike:
         """Tell the other ranks, with the next step, whether this one recorded a pass that is to be planned."""
         self._wants_plan = wanted
 
+    def propose_free_bytes(self, size_bytes: int) -> None:
+        """Tell the other ranks, with the next comparison, how much more the next plan is to leave free."""
+        self._wanted_free_bytes = max(self._wanted_free_bytes, size_bytes)
+
+    def compare_free_bytes(self, mine: float, what: str) -> list[float]:
+        """Return a number of every rank; with it, ranks tell what `propose_free_bytes` noted."""
+        rows = self._together.all_values([mine, float(self._wanted_free_bytes)], what)
+        self._agree_on_free_bytes(row[1] for row in rows)
+        return [row[0] for row in rows]
+
+    def _agree_on_free_bytes(self, told: Iterable[float]) -> None:
+        self._wanted_free_bytes, self._agreed_free_bytes = 0, max(self._agreed_free_bytes, *map(int, told))
+
+    def take_free_bytes(self) -> int:
+        """Return how much more the next plan is to leave free, the same on all ranks, and forget it."""
+        found, self._agreed_free_bytes = self._agreed_free_bytes, 0
+        return found
+
     def compare(self) -> None:
         """Raise `RanksDiverged` unless all ranks noted the same; without notes do nothing."""
         if self._count:
             first, text = self._first, self._text()
             self._clear()
-            self._together.agree(f"what was done between passes, first: {first}", text)
+            what = f"what was done between passes, first: {first}"
+            if len(set(self.compare_free_bytes(_number(text), what))) > 1:
+                self._together.agree(what, text)
 
     def compare_step(
         self,
@@ -88,12 +112,12 @@ class Alike:
             "what was done between passes": self._text(),
         }
         self._clear()
-        digest = blake2b(repr(items).encode(), digest_size=6).digest()
-        mine = float(int.from_bytes(digest, "little"))
-        rows = self._together.all_values([mine, float(self._wants_plan), *told], "what optimizer.step() goes by")
+        mine = [_number(repr(items)), float(self._wants_plan), float(self._wanted_free_bytes)]
+        rows = self._together.all_values([*mine, *told], "what optimizer.step() goes by")
         self.agreed_to_plan = any(row[1] for row in rows)
+        self._agree_on_free_bytes(row[2] for row in rows)
         if len({row[0] for row in rows}) == 1:
-            return [row[2:] for row in rows]
+            return [row[3:] for row in rows]
         for name, value in items.items():
             self._together.agree(f"when optimizer.step() is called, {name}", value)
         raise RanksDiverged("what optimizer.step() goes by must be the same on all ranks")
@@ -101,6 +125,11 @@ class Alike:
     def _text(self) -> str:
         more = f", and {self._count - len(self._shown)} more" if self._count > len(self._shown) else ""
         return f"{'; '.join(self._shown)}{more} [{self._notes.hexdigest()}]" if self._count else "nothing"
+
+
+def _number(text: str) -> float:
+    """Return a hash of a text that a number of a message holds exactly."""
+    return float(int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "little"))
 
 
 def _runs(values: Iterable[object]) -> str:

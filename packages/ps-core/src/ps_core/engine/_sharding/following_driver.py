@@ -288,8 +288,11 @@ class FollowingDriver:
         return ledger.used_bytes[0] + ledger.nonmodel_bytes > self._store.tiers[0].capacity_bytes // 2
 
     def _drop_one(self) -> bool:
-        """Drop the least recently used group that the moment does not read; return False if there is none."""
-        group = next((group for group in self._fetched if group not in self._needed), None)
+        """Drop the least recently used group that the moment does not read; return False if there is none.
+
+        A group with live aliases stays: its memory would not get free, and the recording would not have it as held.
+        """
+        group = next((group for group in self._fetched if group not in self._needed and not group.aliased), None)
         if group is not None:
             self._drop(group)
         return group is not None

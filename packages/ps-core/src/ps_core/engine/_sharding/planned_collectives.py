@@ -97,10 +97,10 @@ class RanksExecutor(InstructionExecutor):
         self._submitted = 0
         """How many collectives of the segment were submitted."""
         ordering, store = residency.ordering, residency.store
-        self.waits = CollectiveWaits(store.device, poison=store.poison) if ordering.by_stream else None
+        self.waits = CollectiveWaits(store.device, ordering, poison=store.poison) if ordering.by_stream else None
         """Orders collectives on their stream; None: they have none, and everything waits for each."""
-        self._summed: dict[ParamGroup, tuple[Slot, list[ParamState]]] = {}
-        """Sums over ranks on their way to the accumulators."""
+        self._summed: set[ParamGroup] = set()
+        """Groups whose sums over ranks go to the accumulators; `_staged` has their slots until they are there."""
         self._handlers[Gather] = self._gather
         self._handlers[ReduceScatter] = self._reduce_scatter
 
@@ -281,8 +281,7 @@ class RanksExecutor(InstructionExecutor):
             if self.waits is None:
                 each.submitted.wait()
             else:
-                each.submitted.end()
-                self.waits.note_ended(each.submitted, each.slots)
+                self.waits.note_ended(each.submitted.end(), each.slots)
             self._counters.waited(time.perf_counter() - started)
             group = each.submitted.group
             if isinstance(each.op, Gather):
@@ -294,7 +293,8 @@ class RanksExecutor(InstructionExecutor):
         """Note that a slot holds this rank's shard of the sum of a group's gradients."""
         records = self._plan.learning[group]
         if group not in self._plan.overwritten:
-            self._summed[group] = self._staged[group] = (slot, records)
+            self._summed.add(group)
+            self._staged[group] = slot, records
             return
         chunk = group.chunks[Kind.P16]
         chunk.mark_written(slot)

@@ -4,6 +4,8 @@ Before the first pass each rank estimates it with fake tensors, and the ranks pl
 serves asks other ranks for weights, and is recorded. As its step begins, the ranks tell each other what they recorded.
 They plan, and move their shards to where the plan has them; see [Note: one plan] in `plan_agreement`. All ranks compare
 something at every step. With it each tells whether it has a new recording, so that takes no message of its own.
+A rank where memory ran out tells so with what ranks compare next: a step, or which gradients were forgotten. The next
+pass by the plan begins with a plan that leaves more free.
 A model without an optimizer has no steps. There the ranks ask each other before passes 2, 3, 5, 9, 17, 33, and then
 before every 64th.
 """
@@ -24,6 +26,7 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
+from ps_core.engine._memory.reserved_bytes import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
@@ -33,6 +36,7 @@ from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_t
 from ps_core.engine._sharding.planned_driver import RanksPlanDriver, following_driver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line
 from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.first_pass import matches_estimate
@@ -83,6 +87,7 @@ class RanksScheduler(PlanScheduler):
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at the batch that the root module is called with; plan the first pass, together with the others."""
+        self._note_failures()
         self._batch = self._batch_of(args, kwargs)
         if not self._setup.training:
             self._plan_between_passes()
@@ -95,8 +100,33 @@ class RanksScheduler(PlanScheduler):
         done, self._calls = self._calls, self._calls + 1
         if done and (done & (done - 1) == 0 or done % _ASKED_EVERY == 0):
             wanted = float(self._found is not None)
-            if any(row[0] for row in self._together.all_values([wanted], "whether a pass is to be planned")):
+            if any(self._alike.compare_free_bytes(wanted, "whether a pass is to be planned")):
                 self._plan_recorded()
+
+    @defer_interrupts_installing
+    def _note_failures(self) -> None:
+        """If the device ran out of memory, tell the other ranks with the next comparison to leave more free."""
+        store = self._engine.store
+        missing_bytes = store.device.take_failed_bytes()
+        if missing_bytes:
+            self._served = None  # a pass that broke off is not recorded
+            self._engine.finish_pass()
+            self._alike.propose_free_bytes(bytes_to_reserve(missing_bytes, store.tiers[0].capacity_bytes))
+
+    def _leave_more_free(self, plan: EnginePlan) -> EnginePlan:
+        """Plan again with more left free, if a rank told that memory ran out; all ranks begin the same pass."""
+        before, free_bytes = self._spare_bytes, self._alike.take_free_bytes()
+        if not free_bytes:
+            return plan
+        assert self._source is not None, "there is a plan"
+        self._spare_bytes += free_bytes
+        try:
+            self._adopt(*self._source)
+            self._engine.counters.replanned()
+        except DoesNotFit:
+            self._spare_bytes = before
+            self._say(f"{self._model_name}: memory ran out, and no plan leaves more free, so the plan stays")
+        return plan if self._plan is None else self._plan
 
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plan the first pass from what all ranks estimate; if a rank cannot, it goes without a plan."""
@@ -128,6 +158,7 @@ class RanksScheduler(PlanScheduler):
             if training:
                 self._sums.begin_pass()
             return UnplannedDriver(self._shards, self._sums, self._engine.counters, training=training)
+        plan = self._leave_more_free(plan)
         micro = plan.micro_segments
         segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
         if training:
@@ -192,6 +223,7 @@ class RanksScheduler(PlanScheduler):
 
     def maybe_replan(self) -> None:
         """Tell the other ranks, as the step is compared, whether this one has a pass to plan from."""
+        self._note_failures()
         self._before_step = self._engine.passes.gradient_passes
         self._steps_until_plan = max(0, self._steps_until_plan - 1)
         wanted = self._found is not None and not self._steps_until_plan

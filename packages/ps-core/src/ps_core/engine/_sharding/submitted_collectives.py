@@ -72,7 +72,7 @@ class Submitted:
         self._pending = together.start(self._run)
 
     def _run(self, session: CollectiveSession) -> None:
-        buffers = self._ordering.begin(session, self._ready, planned=True)
+        buffers = self._ordering.begin(session, self._ready)
         if self._recorder is None:
             self._communicate(session, buffers)
         else:
@@ -92,17 +92,13 @@ class Submitted:
 
     def wait(self) -> None:
         """Wait until the result may be used, and its memory."""
-        self.end()
-        self.delay(ORDERED_QUEUES)
+        self._ordering.after(self.end(), ORDERED_QUEUES)
 
-    def end(self) -> None:
-        """Wait until the other thread is done with it."""
+    def end(self) -> Event | None:
+        """Wait until the other thread is done with it; return what queues have to wait for (see `after`)."""
         assert self._pending is not None, "it was started"
         self._pending.wait()
-
-    def delay(self, queues: Sequence[Queue]) -> None:
-        """Make these queues wait for it, after `end`."""
-        self._ordering.after(self._over, queues)
+        return self._over
 
 
 class CollectiveQueue:

@@ -1,0 +1,161 @@
+"""Memory that runs out on one rank, on CUDA devices that the CPU plays: all ranks then leave more free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from _fake_cuda import FakeRuntime
+from _one_process import adds_like
+from _played_cards import launch_on_stream
+from _threads import Together, run
+from _zero_cases import states
+from ps_core import AdamW, Budget, DeviceOutOfMemory, Options
+from ps_core.engine import chunked, release, statistics
+from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._execution.hooks import hooks_of
+
+WIDTH, LAYERS = 40, 6
+ROOM, HOST = 160, 2**24
+MUCH = 1_000_000
+
+
+class Hungry(nn.Module):
+    """Asks for much memory where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        self.wants = ""
+        self.allocator: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[:3](x)
+        self.eat("forward")
+        return self.layers[3:](Eat.apply(x, self))
+
+    def eat(self, where: str) -> None:
+        if self.wants == where:
+            self.allocator.limit_bytes = MUCH
+            try:
+                torch.zeros(MUCH)
+            finally:
+                self.allocator.limit_bytes = 1 << 40  # what was not allocated takes no memory
+
+
+class Eat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Hungry) -> Tensor:
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.module.eat("backward")
+        return gradient, None
+
+
+def made(each: Together | None, precision: str, device: Any, parts: int) -> tuple[Any, Any]:
+    model, drawn = Hungry(), torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=WIDTH**-0.5, generator=drawn)
+    size = WIDTH * (WIDTH + 1) * (4 if precision == "fp32" else 2)
+    return chunked(
+        model,
+        AdamW(lr=1e-2),
+        device=device,
+        precision=precision,
+        accumulation_steps=parts,
+        budget=Budget(host=HOST) if each is None else Budget(device=ROOM * 2**10, host=HOST),
+        collectives=each,
+        options=Options(group_bytes=size, poison=each is not None),
+    )
+
+
+def passed(model: nn.Module, step: int, part: int) -> None:
+    inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + part))
+    model(inputs).float().square().sum().backward()
+
+
+@dataclass
+class Found:
+    """What one rank came to."""
+
+    plans: list[str]
+    """The plan after each pass that ran out, and the first."""
+    replans: int
+    arena_bytes: list[int]
+    planned: list[int]
+    """Planned passes after each step."""
+    failures: int
+
+
+def train(each: Together, precision: str, told: list[tuple[int, int, str]], steps: int) -> Found:
+    """Train; ``told``: before which step, on which rank and where memory runs out. A step that fails is made again."""
+    runtime, found = FakeRuntime(each.rank + 1), Found([], 0, [], [], 0)
+    launch_on_stream(each)
+    single, reference = made(None, precision, "cpu", each.ranks)
+    with runtime:
+        device = CudaDevice(runtime)
+        model, optimizer = made(each, precision, device, 1)
+        model.allocator = runtime.allocator
+        scheduler = hooks_of(model).engine.passes.scheduler
+        for step in range(steps):
+            for _, rank, where in [row for row in told if row[0] == step]:
+                found.plans.append(scheduler.plan.fingerprint)
+                found.arena_bytes.append(device._owned.bytes)
+                model.wants = where if rank == each.rank else ""
+                try:
+                    passed(model, step, each.rank)
+                except DeviceOutOfMemory:
+                    found.failures += 1
+                model.wants = ""
+                optimizer.zero_grad()
+            passed(model, step, each.rank)
+            optimizer.step()
+            optimizer.zero_grad()
+            adds_like(
+                each.mesh, single, reference, partial(passed, single, step), each.ranks, rounds=precision != "fp32"
+            )
+            reference.step()
+            reference.zero_grad()
+            rows = states(optimizer)
+            assert all(torch.equal(rows[name], value) for name, value in states(reference).items()), step
+            found.planned.append(statistics(model).planned_passes)
+        found.plans.append(scheduler.plan.fingerprint)
+        found.arena_bytes.append(device._owned.bytes)
+        found.replans = statistics(model).replans
+        release(model)
+    release(single)
+    return found
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("ranks", "precision"), [(2, "fp32"), (2, "bf16"), (3, "bf16")])
+def test_all_ranks_leave_more_free_after_one_ran_out(ranks: int, precision: str, where: str) -> None:
+    found, _ = run(ranks, train, precision, [(3, ranks - 1, where)], 6)
+    for each in found:
+        before, after = each.plans
+        assert before != after
+        assert each.plans == found[0].plans
+        assert each.arena_bytes[1] < each.arena_bytes[0]
+        assert each.replans == 1
+        assert each.planned[-1] - each.planned[2] >= 3, "the passes after are planned"
+    assert [each.failures for each in found] == [0] * (ranks - 1) + [1]
+
+
+def test_ranks_plan_again_no_more_often_than_memory_ran_out() -> None:
+    """Soon no plan leaves more free; then the last one stays, and is followed."""
+    often = [(step, step % 2, "backward") for step in range(2, 12)]
+    found, _ = run(2, train, "bf16", often, 13)
+    for each in found:
+        assert each.plans == found[0].plans
+        assert 2 <= each.replans < len(often)
+        assert each.plans[-1] == each.plans[-2]
+        assert each.planned[-1] == each.planned[-2] + 1
+    assert [each.failures for each in found] == [5, 5]
