@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from threading import Event
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 import _memory_cases as cases
 from _crew import Crew
 from _threads import Together, going_by, run
-from ps_core import SGD, Budget, Options, UnsupportedParameter
+from ps_core import SGD, Budget, Options, RanksDiverged, UnsupportedParameter
 from ps_core._extents import Kind
 from ps_core.engine import WeightAverage, chunked, release, statistics
 from ps_core.engine._execution.hooks import hooks_of
@@ -188,7 +189,7 @@ def test_groups_of_16_bits_are_copied() -> None:
 def test_one_rank_evaluates_alone_before_all_change_weights(then: str) -> None:
     """Without a plan one rank may evaluate alone; the next change of weights is of all ranks all the same."""
 
-    def changes(each: Together) -> torch.Tensor:
+    def changes(each: Together) -> tuple[torch.Tensor, Any]:
         model, optimizer = made(each)
         passed(model, each, 0)
         optimizer.step()
@@ -215,8 +216,27 @@ def test_one_rank_evaluates_alone_before_all_change_weights(then: str) -> None:
                 nn.init.constant_(parameter, 0.5)
             model.append(added)
         with torch.no_grad():
-            return model(ones).clone()
+            return model(ones).clone(), model  # another rank may still ask for its shards
 
     with going_by(plan=False):
-        (one, other), _ = run(2, changes)
+        ((one, _), (other, _)), _ = run(2, changes)
     assert torch.equal(one, other)
+
+
+def test_a_rank_that_freed_the_model_is_named() -> None:
+    freed = Event()
+
+    def leaves(each: Together) -> None:
+        each.common_memory = None
+        model, _ = made(each)
+        if not each.rank:
+            del model
+            gc.collect()
+            freed.set()
+            return
+        assert freed.wait(30)
+        with torch.no_grad(), pytest.raises(RanksDiverged, match=r"^rank 0 has freed the model, while this rank"):
+            model(torch.ones(2, WIDTH))
+
+    with going_by(plan=False):
+        run(2, leaves)

@@ -22,6 +22,7 @@ from weakref import WeakMethod
 
 import torch
 
+from ps_core._errors import RanksDiverged
 from ps_core._extents import Kind
 from ps_core._plan import Queue
 from ps_core._units import align_up
@@ -40,6 +41,8 @@ from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 
 _PATIENCE_S = 0.5
 """After which the thread that answers looks whether anyone still wants an answer."""
+_NO_SHARD = torch.empty(0, dtype=torch.uint8, device="cpu")
+"""The answer of a rank whose model is gone."""
 
 
 class ShardedResidency(Residency):
@@ -168,7 +171,7 @@ class ShardedResidency(Residency):
 
         def answer_if_alive(index: int, changes: int) -> torch.Tensor | None:
             found = answer()
-            return torch.empty(0, dtype=torch.uint8, device="cpu") if found is None else found(index, changes)
+            return _NO_SHARD if found is None else found(index, changes)
 
         self._ask = self.together.serve(answer_if_alive)
 
@@ -188,6 +191,8 @@ class ShardedResidency(Residency):
             kind = Kind.P32 if Kind.P32 in group.chunks else group.weight
             if group.common is not None:
                 return torch.zeros(1, dtype=torch.uint8, device="cpu")  # all ranks map the shard
+            if kind not in group.chunks:
+                return _NO_SHARD  # the model was freed here
             chunk = group.chunks[kind]
             slots = [slot for slot in (chunk.home, *chunk.copies.values()) if slot.version == chunk.version]
             source = max(slots, key=lambda slot: slot.tier)  # the lowest: an accelerator may be waiting
@@ -232,6 +237,11 @@ class ShardedResidency(Residency):
             return  # the answers say that all shards are stepped
         self.store.device.declare_access(Queue.COMPUTE, f"shards of {group.name}", (), (whole,))
         for rank, shard in enumerate(shards):
+            if not shard.numel():
+                raise RanksDiverged(
+                    f"rank {rank} has freed the model, while this rank still computes with {group.name}: keep it on "
+                    "all ranks until the last one is done, or call release(model) on all of them"
+                )
             whole[rank * group.shard_numel : (rank + 1) * group.shard_numel].copy_(shard.view(group.dtype))
 
     def release_unaliased(self) -> None:
