@@ -29,6 +29,8 @@ class Transfers:
     def __init__(self, store: TierStore, watcher: TransferObserver) -> None:
         self._store, self._device = store, store.device
         self.watcher = watcher
+        self.before_use: Callable[[], None] | None = None
+        """Called before host memory is used outside of a plan, if steps are to be undone first."""
 
     # Chunks.
 
@@ -119,8 +121,14 @@ class Transfers:
         else:
             self.watcher.recorder.record(queue, what, work)
 
+    def prepare_use(self) -> None:
+        """Undo what has to be undone before host memory is used outside of a plan."""
+        if self.before_use is not None:
+            self.before_use()
+
     def wait_for_other_queues(self, queue: Queue) -> None:
         """Make all work launched next on a queue wait for everything launched on the others."""
+        self.prepare_use()
         if self._store.synchronous:
             return
         device, started = self._device, time.perf_counter()
@@ -133,6 +141,11 @@ class Transfers:
 
     def join_queues(self) -> None:
         """Make all work launched next on any queue wait for everything launched on every queue."""
+        self.prepare_use()
+        self.wait_for_all()
+
+    def wait_for_all(self) -> None:
+        """Do the same, without undoing steps."""
         device = self._device
         if device.worker is not None:
             device.worker.synchronize()
@@ -152,7 +165,7 @@ class Transfers:
         """Join all queues, except the worker's if there is one: its work is waited for slot by slot."""
         worker = self._device.worker
         if worker is None:
-            self.join_queues()
+            self.wait_for_all()
             return
         worker.wait_for_all(self._join_streams())
 
