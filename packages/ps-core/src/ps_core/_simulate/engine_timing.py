@@ -173,7 +173,7 @@ class Issuing:
                 _, ends = timeline.run(priced.segment, priced.work.seconds)
             every = early_steps(len(home), passes[-1].segment, last.segment)
             seconds, sizes, room = last.work.seconds, overwritten_bytes(home, last.segment), 0
-            if self._undoable:
+            if self._undoable and len(self._tiers) > 1:
                 seconds = [took + self._costs.copying_s(sizes.get(place, 0)) for place, took in enumerate(seconds)]
                 room = self._tiers[1].capacity_bytes - _end_on_host(home, step)
             for steps in (newest_first(every, ends, seconds), every):

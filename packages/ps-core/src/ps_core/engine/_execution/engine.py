@@ -275,9 +275,7 @@ class Engine:
         self.counters.enter_phase("step")
         self.passes.scheduler.maybe_replan()
         self._check_unchanged()
-        if self.speculation is not None and self.speculation.undecided:
-            self.residency.transfers.wait_for_all()
-        elif not self.store.synchronous:
+        if not self.store.synchronous:
             self.gradients.wait_until_measured(self.records, bool(self.stepping.groups))
         if self.together is not None:
             self.updater.compare_step(self.records, settings, max_norm, loss_scale)

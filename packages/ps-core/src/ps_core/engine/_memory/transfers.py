@@ -127,8 +127,12 @@ class Transfers:
             self.before_use()
 
     def wait_for_other_queues(self, queue: Queue) -> None:
-        """Make all work launched next on a queue wait for everything launched on the others."""
+        """Make all work launched next on a queue wait for everything launched on the others; undo undecided steps."""
         self.prepare_use()
+        self.wait_for_others(queue)
+
+    def wait_for_others(self, queue: Queue) -> None:
+        """Make all work launched next on a queue wait for everything launched on the others."""
         if self._store.synchronous:
             return
         device, started = self._device, time.perf_counter()
@@ -141,11 +145,6 @@ class Transfers:
 
     def join_queues(self) -> None:
         """Make all work launched next on any queue wait for everything launched on every queue."""
-        self.prepare_use()
-        self.wait_for_all()
-
-    def wait_for_all(self) -> None:
-        """Do the same, without undoing steps."""
         device = self._device
         if device.worker is not None:
             device.worker.synchronize()
@@ -165,7 +164,7 @@ class Transfers:
         """Join all queues, except the worker's if there is one: its work is waited for slot by slot."""
         worker = self._device.worker
         if worker is None:
-            self.wait_for_all()
+            self.join_queues()
             return
         worker.wait_for_all(self._join_streams())
 

@@ -77,11 +77,6 @@ class SpeculativeSteps:
         self._early: dict[ParamGroup, _EarlyStep] = {}
         residency.store.give_back = self.free
 
-    @property
-    def undecided(self) -> bool:
-        """Return True if groups were stepped and nothing is decided yet."""
-        return bool(self._early)
-
     def step(self, group: ParamGroup, slots: Mapping[Kind, Slot], launch: Launch) -> None:
         """Step a group whose gradient is complete, if that can be undone."""
         settings = self._settings()
