@@ -9,6 +9,8 @@ the old bytes are copied back, and the group is stepped like any other.
 Whoever wants to use host memory before the decision has the old bytes copied back first: `Transfers.before_use`. So a
 state dict, a checkpoint, an evaluation, a gradient that is read, all are as they would be without the option.
 
+A step that is undone takes longer than one behind backward. So after a step that was clipped, none begins early.
+
 The copies are in host memory that nothing else needs (`TierStore.reserve_optional`). Without room a group is stepped
 behind backward.
 """
@@ -75,24 +77,27 @@ class SpeculativeSteps:
         self._rooms: dict[ParamGroup, Slot] = {}
         """Memory for each group's old bytes, kept from step to step."""
         self._early: dict[ParamGroup, _EarlyStep] = {}
+        self._clipped = False
+        """True if the last step was clipped or skipped: the next one often is, too."""
         residency.store.give_back = self.free
 
     def step(self, group: ParamGroup, slots: Mapping[Kind, Slot], launch: Launch) -> None:
         """Step a group whose gradient is complete, if that can be undone."""
         settings = self._settings()
-        if settings is None or any(
-            record.norm_part is None for record in group.tensors if record.gradient is not GradientPlace.NONE
+        if (
+            self._clipped
+            or settings is None
+            or any(record.norm_part is None for record in group.tensors if record.gradient is not GradientPlace.NONE)
         ):
-            return  # nobody will step, or the norm is measured later, from memory that would be overwritten
+            return  # or nobody will step, or the norm is measured later, from memory that would be overwritten
         written = [slot for kind, slot in slots.items() if kind is not Kind.ACC]
         room = self._room(group, sum(slot.bytes for slot in written))
         if room is None:
             return
-        settings_of, places, begin = settings(), [], 0
+        settings_of, factor, places, begin = settings(), self._unclipped_factor, [], 0
         for slot in written:
             places.append((slot.memory, room.memory[begin : begin + slot.bytes]))
             begin += slot.bytes
-        factor = 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.value
         early = _EarlyStep(slots, launch, factor, _inputs(group, settings_of), places)
         current, old = [pair[0] for pair in places], [pair[1] for pair in places]
         launch(f"a copy within a tier, of {group.name}", current, old, early.save)
@@ -100,8 +105,14 @@ class SpeculativeSteps:
         early.work = launch_step(group, slots, settings_of, factor, launch)
         self._follow(group, early)
 
+    @property
+    def _unclipped_factor(self) -> float:
+        """Return the factor for gradients that are not clipped."""
+        return 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.value
+
     def settle(self, settings_of: SettingsOf, factor: float | None) -> None:
         """Note the early steps that are what was decided, and undo the others; ``factor`` None: nothing is stepped."""
+        self._clipped = factor != self._unclipped_factor
         for group, early in list(self._early.items()):
             if early.work is not None and early.factor == factor and early.inputs == _inputs(group, settings_of):
                 note_done(group, early.slots, early.work)
