@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -176,6 +176,8 @@ class _Wishes:
         loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
         counters = Counters(by_torch=isinstance(self.rule, TorchRule))
         parts = self._parts(store, packing, counters)
+        if self.options.step == SPECULATIVE and self.training:
+            parts = replace(parts, speculation=SpeculativeSteps(parts.residency, counters, loss_scale))
         engine = Engine(
             parts,
             counters,
@@ -193,8 +195,8 @@ class _Wishes:
             engine, engine.records, self.rule, loss_scale=loss_scale, max_grad_norm=self.max_grad_norm
         )
         engine.stepping.use(made.settings)
-        if self.options.step == SPECULATIVE:
-            engine.speculation = SpeculativeSteps(engine.residency, counters, loss_scale, made.settings)
+        if engine.speculation is not None:
+            engine.speculation.use(made.settings)
         return engine, made
 
     def _parts(self, store: TierStore, packing: Grouping, counters: Counters) -> Components:

@@ -25,7 +25,6 @@ from ps_core.engine._gradients.user_gradients import UserGradients
 from ps_core.engine._memory.activation_slots import ActivationSlots
 from ps_core.engine._optim.group_step import SettingsOf, StepDecision, StepDecisions
 from ps_core.engine._optim.settings import Outcome
-from ps_core.engine._optim.speculative_steps import SpeculativeSteps
 from ps_core.engine._parameters.errors import changed_in_place, not_trained
 from ps_core.engine._parameters.fp32_masters import Masters
 from ps_core.engine._parameters.managed_parameter import Function
@@ -51,8 +50,7 @@ class Engine:
     ) -> None:
         """Make an engine of its parts. ``scheduler`` and ``management`` are called with the engine, and may keep it."""
         self.stepping = parts.stepping
-        self.speculation: SpeculativeSteps | None = None
-        """What steps groups within backward before that is decided; None: nothing does."""
+        self.speculation = parts.speculation
         self.store = store = parts.residency.store
         self.groups = groups = parts.residency.groups
         self.records = sorted((record for group in groups for record in group.tensors), key=lambda record: record.index)
@@ -295,7 +293,7 @@ class Engine:
         pending = [record for record in self.records if record.gradient is not GradientPlace.NONE]
         with self._deciding.deciding(pending, max_norm, loss_scale) as decision:
             if self.speculation is not None:
-                self.speculation.settle(settings, None if decision.skip else decision.factor)
+                self.speculation.note_decision(settings, None if decision.skip else decision.factor)
             if decision.skip:
                 self.stepping.check_skip()
                 self.gradients.discard(pending)

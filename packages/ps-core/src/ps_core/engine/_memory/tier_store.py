@@ -73,7 +73,7 @@ class TierStore:
         self.spare = SlotCache()
         self._optional_bytes = 0
         """Bytes of host memory that are given back when anything needs them."""
-        self.give_back: Callable[[], None] | None = None
+        self._free_optional: Callable[[], None] | None = None
         """Releases all of that memory."""
         self._leaving: list[WorkEvent] = []
         """Ends of the work on host memory that was released before the work was over."""
@@ -102,8 +102,8 @@ class TierStore:
                 self.free_spare()
             if self.free_bytes(tier) < size:
                 raise self._too_small(tier, size)
-            if tier == 1 and self._free_now(tier) < size and self.give_back is not None:
-                self.give_back()
+            if tier == 1 and self._free_now(tier) < size and self._free_optional is not None:
+                self._free_optional()
             for event in self._leaving:
                 event.block()
             self._leaving.clear()
@@ -125,6 +125,10 @@ class TierStore:
         slot = self.reserve(1, size)
         self._optional_bytes += size
         return slot
+
+    def free_optional_by(self, free: Callable[[], None]) -> None:
+        """Call this to release all optional memory."""
+        self._free_optional = free
 
     def release_optional(self, slot: Slot, queue: Queue) -> None:
         """Release such memory once the queue has done all work launched so far."""
@@ -254,7 +258,7 @@ class TierStore:
     def close(self) -> None:
         """Release all memory; every slot was released before, and none is reserved any more."""
         self.free_spare()
-        self.give_back = None
+        self._free_optional = None
         self.arena.close()
         self.device.close()
 

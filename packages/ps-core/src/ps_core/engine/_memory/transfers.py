@@ -29,8 +29,8 @@ class Transfers:
     def __init__(self, store: TierStore, watcher: TransferObserver) -> None:
         self._store, self._device = store, store.device
         self.watcher = watcher
-        self.before_use: Callable[[], None] | None = None
-        """Called before host memory is used outside of a plan, if steps are to be undone first."""
+        self._before_use: Callable[[], None] | None = None
+        """What undoes steps before host memory is used outside of a plan; None: none has to be undone."""
 
     # Chunks.
 
@@ -121,10 +121,14 @@ class Transfers:
         else:
             self.watcher.recorder.record(queue, what, work)
 
+    def call_before_use(self, undo: Callable[[], None] | None) -> None:
+        """Call this before host memory is used outside of a plan; None: call nothing."""
+        self._before_use = undo
+
     def prepare_use(self) -> None:
         """Undo what has to be undone before host memory is used outside of a plan."""
-        if self.before_use is not None:
-            self.before_use()
+        if self._before_use is not None:
+            self._before_use()
 
     def wait_for_other_queues(self, queue: Queue) -> None:
         """Make all work launched next on a queue wait for everything launched on the others; undo undecided steps."""

@@ -68,22 +68,24 @@ class _EarlyStep:
 class SpeculativeSteps:
     """Make, note and undo the early steps of one model; see [Note: speculation]."""
 
-    def __init__(
-        self, residency: Residency, counters: Counters, loss_scale: LossScale | None, settings: Callable[[], SettingsOf]
-    ) -> None:
-        """Begin; ``settings``: the optimizer's method. The optimizer may be freed."""
+    def __init__(self, residency: Residency, counters: Counters, loss_scale: LossScale | None) -> None:
         self._store, self._transfers, self._counters = residency.store, residency.transfers, counters
-        self._loss_scale, self._settings = loss_scale, WeakMethod(settings)
+        self._loss_scale = loss_scale
+        self._settings: Callable[[], Callable[[], SettingsOf] | None] | None = None
         self._rooms: dict[ParamGroup, Slot] = {}
         """Memory for each group's old bytes, kept from step to step."""
         self._early: dict[ParamGroup, _EarlyStep] = {}
         self._clipped = False
         """True if the last step was clipped or skipped: the next one often is, too."""
-        residency.store.give_back = self.free
+        residency.store.free_optional_by(self.free)
+
+    def use(self, settings: Callable[[], SettingsOf]) -> None:
+        """Use this method of the optimizer for settings. The optimizer is made after the engine, and may be freed."""
+        self._settings = WeakMethod(settings)
 
     def step(self, group: ParamGroup, slots: Mapping[Kind, Slot], launch: Launch) -> None:
         """Step a group whose gradient is complete, if that can be undone."""
-        settings = self._settings()
+        settings = None if self._settings is None else self._settings()
         if (
             self._clipped
             or settings is None
@@ -101,7 +103,8 @@ class SpeculativeSteps:
         early = _EarlyStep(slots, launch, factor, _inputs(group, settings_of), places)
         current, old = [pair[0] for pair in places], [pair[1] for pair in places]
         launch(f"a copy within a tier, of {group.name}", current, old, early.save)
-        self._early[group], self._transfers.before_use = early, self.undo
+        self._early[group] = early
+        self._transfers.call_before_use(self.undo)
         early.work = launch_step(group, slots, settings_of, factor, launch)
         self._follow(group, early)
 
@@ -110,7 +113,7 @@ class SpeculativeSteps:
         """Return the factor for gradients that are not clipped."""
         return 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.value
 
-    def settle(self, settings_of: SettingsOf, factor: float | None) -> None:
+    def note_decision(self, settings_of: SettingsOf, factor: float | None) -> None:
         """Note the early steps that are what was decided, and undo the others; ``factor`` None: nothing is stepped."""
         self._clipped = factor != self._unclipped_factor
         for group, early in list(self._early.items()):
@@ -118,12 +121,11 @@ class SpeculativeSteps:
                 note_done(group, early.slots, early.work)
                 del self._early[group]
         self.undo()
-        self._transfers.before_use = None
 
     def undo(self) -> None:
         """Copy the old bytes of all undecided steps back."""
         found, self._early = self._early, {}
-        self._transfers.before_use = None
+        self._transfers.call_before_use(None)
         for group, early in found.items():
             current, old = [pair[0] for pair in early.places], [pair[1] for pair in early.places]
             early.launch(f"a copy within a tier, of {group.name}", old, current, early.restore)
