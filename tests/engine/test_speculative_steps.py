@@ -20,6 +20,7 @@ from ps_core import AdamW, Budget, InvalidInput, Options, TorchOptimizer
 from ps_core.engine import chunked, load_checkpoint, release, save_checkpoint, statistics
 from ps_core.engine._execution.hooks import hooks_of
 from test_host_worker import late_device
+from test_late_parameters import Net, X, add_layer
 from test_virtual_clock import NEAR, check_profile, train
 
 DEVICES: dict[str, Callable[[FakeRuntime], Any]] = {
@@ -33,12 +34,13 @@ SIZES = {"bf16": ("80KiB", "110KiB"), "fp16": ("80KiB", "130KiB"), "fp32": ("144
 def managed(device: Any, precision: str, size: str | None, step: str, host: Any = HOST, **told: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     told.setdefault("max_grad_norm", 1.0)
+    budget = told.pop("budget", Budget(host=HOST) if size is None else Budget(device=size, host=host))
     return chunked(
         models.Language(tied=True, checkpointing=True),
         told.pop("optimizer", AdamW(lr=0.01)),
         device=device,
         precision=precision,
-        budget=Budget(host=HOST) if size is None else Budget(device=size, host=host),
+        budget=budget,
         options=Options(group_bytes=4096, step=step),
         **told,
     )
@@ -170,6 +172,50 @@ def test_what_needs_host_memory_gets_that_of_old_values() -> None:
             let_go(model)
     assert same(*found)
     assert early > 4
+
+
+def test_above_a_disk(tmp_path: Path) -> None:
+    """Groups whose states lie on the disk are not stepped early."""
+    right, _, _ = trained("cpu", "bf16", None, "after_backward")
+    for host in ("120KiB", "190KiB"):
+        budget = Budget(device="110KiB", host=host, disk="8MiB", disk_dir=str(tmp_path))
+        got, found, _ = trained("emulated", "bf16", "110KiB", "speculative", budget=budget)
+        assert same(right, got)
+        assert found.tiers["host"].peak_bytes <= found.tiers["host"].budget_bytes
+
+
+def test_parameters_that_are_unfrozen_or_added_between_backward_and_the_step() -> None:
+    found, runtime = [], FakeRuntime(1)
+    with runtime:
+        for step in ("after_backward", "speculative"):
+            torch.manual_seed(0)
+            net = Net()
+            next(net.parameters()).requires_grad_(False)
+            model, optimizer = chunked(
+                net,
+                AdamW(lr=0.01),
+                device=late_device(runtime, 2),
+                precision="bf16",
+                budget=Budget(device="120KiB", host=HOST),
+                max_grad_norm=1e9,
+                options=Options(group_bytes=2**14, step=step),
+            )
+            early = []
+            for index in range(7):
+                if index == 3:
+                    next(net.parameters()).requires_grad_(True)
+                if index == 5:
+                    add_layer(model, 1)
+                model(X.bfloat16()).backward()
+                early.append(undecided(model))
+                if index == 4:
+                    add_layer(model, 2)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(values(model, optimizer))
+            let_go(model)
+    assert same(*found)
+    assert all(early[index] > 3 for index in (2, 3, 4, 5))
 
 
 def begun(step: str, device: Any, host: str = HOST, **told: Any) -> tuple[Any, Any]:

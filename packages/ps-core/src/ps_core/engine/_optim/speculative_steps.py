@@ -35,6 +35,7 @@ from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import GradientPlace
 from ps_core.engine._support.counters import Counters
+from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 
 @dataclass(slots=True, eq=False)
@@ -86,12 +87,10 @@ class SpeculativeSteps:
     def step(self, group: ParamGroup, slots: Mapping[Kind, Slot], launch: Launch) -> None:
         """Step a group whose gradient is complete, if that can be undone."""
         settings = None if self._settings is None else self._settings()
-        if (
-            self._clipped
-            or settings is None
-            or any(record.norm_part is None for record in group.tensors if record.gradient is not GradientPlace.NONE)
-        ):
-            return  # or nobody will step, or the norm is measured later, from memory that would be overwritten
+        if self._clipped or settings is None:  # without the optimizer nobody will decide
+            return
+        if any(record.norm_part is None for record in group.tensors if record.gradient is not GradientPlace.NONE):
+            return  # it will be measured in memory that would be overwritten
         written = [slot for kind, slot in slots.items() if kind is not Kind.ACC]
         room = self._room(group, sum(slot.bytes for slot in written))
         if room is None:
@@ -122,6 +121,7 @@ class SpeculativeSteps:
                 del self._early[group]
         self.undo()
 
+    @defer_interrupts_installing
     def undo(self) -> None:
         """Copy the old bytes of all undecided steps back."""
         found, self._early = self._early, {}
