@@ -161,6 +161,11 @@ command(
     f"{PLAN} --step-in-backward --gpus 1 --accumulate 1 --precision bf16",
     f"{PLAN} --step-in-backward --gpus 1 --accumulate 1 --precision fp32",
 )
+command(
+    "--step-speculative needs one GPU (--gpus 1)",
+    f"{PLAN} --step-speculative --accumulate 2 --precision fp16",
+    f"{PLAN} --step-speculative --gpus 1 --accumulate 1 --precision fp16",
+)
 command("no model is called {}; {}", PLAN.replace("gpt-2x32", "gtp-2x32"), PLAN)
 command("unknown machine {} (known: {}; or a .toml file)", f"{PLAN} --machine v1000", f"{PLAN} --machine v100")
 SCALE = "scale --device-memory 4GiB --host-memory 8GiB"

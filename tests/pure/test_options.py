@@ -115,7 +115,7 @@ def test_a_match_that_tells_nothing_of_its_arguments_is_taken():
             lambda: Options(eager_step=True),
             "Options has no 'eager_step'; it has group_bytes, policy, prefetch, .*, machine, step$",
         ),
-        (lambda: Options(step="soon"), "step must be one of after_backward, in_backward; found 'soon'"),
+        (lambda: Options(step="soon"), "step must be one of after_backward, in_backward, speculative; found 'soon'"),
         (lambda: Adam(amsgrad=True), "Adam has no 'amsgrad'; it has lr, betas, eps, weight_decay, groups$"),
     ],
 )

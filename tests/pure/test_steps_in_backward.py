@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from ps_core import Setup, Tier, analytic_trace, find_plan, machine
-from ps_core._extents import Extent, Kind
+from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import Copy, Instr, Norm, Queue, Release, Reserve, Run, Segment, Step
 from ps_core._simulate.clock import simulate
-from ps_core._simulate.steps_in_backward import early_steps, newest_first
+from ps_core._simulate.steps_in_backward import early_steps, newest_first, overwritten_bytes, with_room
 from ps_core._simulate.timeline import Timeline
 from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.traces_from_shapes import Workload
@@ -124,6 +125,33 @@ def test_plans_are_chosen_and_timed_for_it() -> None:
     assert gains[-1] == pytest.approx(1.0, abs=0.02), "where everything fits there is nothing to hide"
 
 
+@pytest.mark.parametrize(("room", "taken"), [(0, []), (9, []), (10, [2]), (29, [2]), (30, [2, 1]), (60, [2, 1, 0])])
+def test_as_many_steps_as_there_is_room_for_begin_before_the_decision(room: int, taken: list[int]) -> None:
+    steps = {place: (replace(STEP, id=place),) for place in range(3)}
+    found = with_room(steps, [3.0, 2.0, 1.0], {0: 30, 1: 20, 2: 10}, room)
+    assert [row.id for rows in found.values() for row in rows] == taken
+
+
+def test_steps_that_can_be_undone_are_faster_where_host_memory_has_room() -> None:
+    """At H200 rates; copies of old values take the processor as long as a step."""
+    trace, rates = analytic_trace(shape("gpt-32x2560"), Workload(batch=8, chunked_loss=True)), machine("h200")
+    seconds, kept = [], []
+    for host, setup in (
+        (64, Setup()),
+        (29, Setup(step_in_backward=True, speculative=True)),
+        (64, Setup(step_in_backward=True, speculative=True)),
+        (64, Setup(step_in_backward=True)),
+    ):
+        found = find_plan(trace, (Tier("device", 16 << 30), Tier("host", host << 30)), rates, setup=setup)
+        seconds.append(found.prediction.step_time_s)
+        sizes = overwritten_bytes(found.plan.home, found.plan.segment(SegmentName.STEP))
+        kept.append(sum(sizes[row.id] for rows in found.early.values() for row in rows))
+        assert not found.speculative or kept[-1] + found.prediction.peak_bytes["host"] <= host << 30
+    assert sorted(seconds, reverse=True) == seconds
+    assert seconds[2] < 0.9 * seconds[0]
+    assert 0 < kept[1] < kept[2]
+
+
 @pytest.mark.parametrize(
     ("name", "gib", "part"), [("gpt-24x2048", 12, 0.98), ("gpt-32x2560", 16, 0.93), ("gpt-32x4096", 24, 0.83)]
 )
@@ -150,11 +178,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "gpt-24x2048", "--machine", "h200", "--gpus", "1", "--batch", "8", "--json"]
     words += ["--device-memory", "12GiB", "--host-memory", "256GiB"]
     told = []
-    for flag in ([], ["--step-in-backward"]):
+    for flag in ([], ["--step-in-backward"], ["--step-speculative", "--precision", "fp16"]):
         assert main([*words, *flag]) == 0
         told.append(json.loads(capsys.readouterr().out))
-    assert [each["step_in_backward"] for each in told] == [False, True]
+    assert [each["step_in_backward"] for each in told] == [False, True, True]
+    assert [each["speculative"] for each in told] == [False, False, True]
     assert told[1]["step_time_s"] < 0.85 * told[0]["step_time_s"]
+    assert told[1]["step_time_s"] < told[2]["step_time_s"] < 0.9 * told[0]["step_time_s"]
     for more in (["--accumulate", "2"], ["--precision", "fp16"], ["--gpus", "2"]):
         assert main([*words, "--step-in-backward", *more]) == 2
         assert "--step-in-backward needs one GPU (--gpus 1), one micro-batch a step" in capsys.readouterr().err

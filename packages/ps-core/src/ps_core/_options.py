@@ -17,8 +17,8 @@ Match: TypeAlias = Callable[[str, Any], bool]
 """A function of a parameter's name and the parameter. (`Any`: whatever the executor uses for parameters.)"""
 
 POLICIES = ("belady", "lru", "fifo", "static")
-IN_BACKWARD = "in_backward"
-STEPS = ("after_backward", IN_BACKWARD)
+AFTER_BACKWARD, IN_BACKWARD, SPECULATIVE = "after_backward", "in_backward", "speculative"
+STEPS = (AFTER_BACKWARD, IN_BACKWARD, SPECULATIVE)
 
 
 class _ByName:
@@ -263,8 +263,10 @@ class Options(_ByName):
     """Folder that keeps the choices behind plans from run to run; None: not kept."""
     machine: str | None = None
     """The machine to plan for: a built-in name or a TOML file; None: the one most like this one."""
-    step: str = "after_backward"
-    """When groups are stepped: after_backward, or in_backward: as soon as a group's gradient is complete."""
+    step: str = AFTER_BACKWARD
+    """When groups are stepped: after_backward; in_backward: as soon as a group's gradient is complete; speculative: as
+    in_backward, and undone if gradients must be clipped.
+    """
 
     def __post_init__(self) -> None:
         _bytes("Options.group_bytes", self.group_bytes, least=1)

@@ -270,8 +270,13 @@ def _place(options: argparse.Namespace) -> _Place:
 
 
 def _training(options: argparse.Namespace, place: _Place) -> Training:
-    decides = options.accumulate > 1 or options.precision == "fp16" or place.cluster.gpus > 1
-    if options.step_in_backward and decides:
+    several = options.accumulate > 1 or place.cluster.gpus > 1
+    if options.step_speculative and several:
+        raise InvalidInput(
+            "--step-speculative needs one GPU (--gpus 1) and one micro-batch a step (--accumulate 1): other gradients "
+            "are complete only when backward has ended"
+        )
+    if options.step_in_backward and not options.step_speculative and (several or options.precision == "fp16"):
         raise InvalidInput(
             "--step-in-backward needs one GPU (--gpus 1), one micro-batch a step (--accumulate 1), and --precision "
             "bf16 or fp32: a group is stepped before all gradients are known"
@@ -290,7 +295,8 @@ def _training(options: argparse.Namespace, place: _Place) -> Training:
         untied_head=options.untied_head,
         cpu_embedding=options.cpu_embedding,
         head_tiles=options.head_tiles,
-        step_in_backward=options.step_in_backward,
+        step_in_backward=options.step_in_backward or options.step_speculative,
+        speculative=options.step_speculative,
         policy=Policy(options.policy),
         group_bytes=options.group_bytes,
     )

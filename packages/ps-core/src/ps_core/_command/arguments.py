@@ -122,6 +122,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add("--policy", choices=[each.value for each in Policy], default="belady", help="what to evict (default: belady)")
     early = "step each group once its gradient is complete, without clipping (default: no)"
     add("--step-in-backward", action=flag, default=False, help=early)
+    undone = "the same with clipping or fp16, undone where gradients are clipped (default: no)"
+    add("--step-speculative", action=flag, default=False, help=undone)
     add("--group-bytes", type=_size, metavar="SIZE", help="16-bit weights that move as a whole (default: searched)")
     add("--json", action="store_true", help="print one JSON document")
 

@@ -61,6 +61,8 @@ class Training:
     policy: Policy = Policy.BELADY
     step_in_backward: bool = False
     """True: step groups during backward, as ``Options(step="in_backward")``."""
+    speculative: bool = False
+    """True, with that: in a way that can be undone, as ``Options(step="speculative")``."""
     group_bytes: int | None = None
     """Bytes of a group's computed weights; None: searched."""
     quick: bool = False
@@ -116,6 +118,7 @@ class Training:
             states=self.optimizer_states,
             policy=self.policy,
             step_in_backward=self.step_in_backward,
+            speculative=self.speculative,
             group_numel=None if self.group_bytes is None else self.group_bytes // self.weight_bytes,
             nonmodel_overhead=self.cluster.nonmodel_overhead,
             quick=self.quick,

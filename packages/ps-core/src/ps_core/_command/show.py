@@ -126,6 +126,7 @@ def _setting(case: Case) -> Document:
         "precision": training.precision.value,
         "policy": training.policy.value,
         "step_in_backward": training.step_in_backward,
+        "speculative": training.speculative,
         "assumed": list(case.assumed),
     }
 

@@ -54,12 +54,15 @@ class Scorer:
         policy: Policy,
         ranks_per_node: int | None,
         in_backward: bool = False,
+        undoable: bool = False,
     ) -> None:
-        """``in_backward``: the processor steps while backward goes on; see `_simulate.steps_in_backward`."""
+        """``in_backward``: the processor steps while backward goes on, ``undoable``: in a way that can be undone; see
+        `_simulate.steps_in_backward`.
+        """
         self.program = program
         self.tiers = tiers
         self._policy = policy
-        self._issuing = Issuing(program, tiers, machine, ranks_per_node, in_backward=in_backward)
+        self._issuing = Issuing(program, tiers, machine, ranks_per_node, in_backward=in_backward, undoable=undoable)
         self._passes: dict[tuple[int, SegmentName], Priced] = {}
         """Costs of segments by the number of resident groups, which alone decides them."""
         self._known: dict[tuple[int, int], Score | NoRoom] = {}

@@ -57,6 +57,8 @@ class Setup:
     nonmodel_overhead: float = 0.0
     step_in_backward: bool = False
     """Step groups as soon as their gradients are complete; see `_simulate.steps_in_backward`."""
+    speculative: bool = False
+    """With ``step_in_backward``: in a way that can be undone, if gradients must be clipped."""
     quick: bool = False
     """Try few candidates, to learn whether something fits, and roughly how fast it is."""
 
@@ -81,6 +83,8 @@ class Planned:
     """Where groups are; None: the tight planner's plan, whose steps are on no fixed tier."""
     early: EarlySteps = field(default_factory=dict)
     """Steps that begin within backward."""
+    speculative: bool = False
+    """True if those can be undone."""
 
 
 def find_plan(
@@ -127,6 +131,7 @@ class Search:
                 policy=setup.policy,
                 ranks_per_node=setup.ranks_per_node,
                 in_backward=setup.step_in_backward,
+                undoable=setup.speculative,
             )
             for program in programs
         ]
@@ -157,7 +162,7 @@ class Search:
 
     def _check_step(self, program: Program, plan: Plan) -> None:
         setup = self._setup
-        issuing = Issuing(program, self._tiers, self._machine, setup.ranks_per_node, in_backward=setup.step_in_backward)
+        issuing = _issuing(program, self._tiers, self._machine, setup)
         priced = [issuing.price(plan.home, plan.segment(name)) for name in program.iteration()]
         self._check_speed(sum(timed.seconds for timed in issuing.time(plan.home, priced)))
 
@@ -203,14 +208,27 @@ def with_policy(planned: Planned, policy: Policy, machine: Machine, setup: Setup
 def _checked(program: Program, plan: Plan, machine: Machine, setup: Setup, placement: Placement | None) -> Planned:
     verify(program, plan)
     prediction = simulate(
-        program, plan, machine, ranks_per_node=setup.ranks_per_node, step_in_backward=setup.step_in_backward
+        program,
+        plan,
+        machine,
+        ranks_per_node=setup.ranks_per_node,
+        step_in_backward=setup.step_in_backward,
+        speculative=setup.speculative,
     )
     early: EarlySteps = {}
     if setup.step_in_backward:
-        issuing = Issuing(program, plan.tiers, machine, setup.ranks_per_node, in_backward=True)
+        issuing = _issuing(program, plan.tiers, machine, setup)
         step = [issuing.price(plan.home, plan.segment(name)) for name in program.iteration()]
         early = issuing.early_steps(plan.home, step)
-    return Planned(program=program, plan=plan, prediction=prediction, placement=placement, early=early)
+    speculative = setup.speculative
+    return Planned(
+        program=program, plan=plan, prediction=prediction, placement=placement, early=early, speculative=speculative
+    )
+
+
+def _issuing(program: Program, tiers: tuple[Tier, ...], machine: Machine, setup: Setup) -> Issuing:
+    early, undoable = setup.step_in_backward, setup.speculative
+    return Issuing(program, tiers, machine, setup.ranks_per_node, in_backward=early, undoable=undoable)
 
 
 # Layouts.

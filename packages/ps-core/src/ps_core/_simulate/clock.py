@@ -86,16 +86,17 @@ def simulate(
     ranks_per_node: int | None = None,
     iterations: int = 3,
     step_in_backward: bool = False,
+    speculative: bool = False,
 ) -> Prediction:
     """Predict a training step (without training: one evaluation).
 
     ``iterations`` steps are simulated for the bound, which is taken from the last of them. ``ranks_per_node`` None: all
-    processes share one node. A wrong plan raises `PlanMismatch` if this function notices it; only `verify` finds every
-    fault.
+    processes share one node. ``speculative``: steps within backward can be undone. A wrong plan raises `PlanMismatch`
+    if this function notices it; only `verify` finds every fault.
     """
     if iterations < 1:
         raise InvalidInput(f"iterations must be at least 1, found {iterations}")
-    issuing = Issuing(program, plan.tiers, machine, ranks_per_node, in_backward=step_in_backward)
+    issuing = Issuing(program, plan.tiers, machine, ranks_per_node, in_backward=step_in_backward, undoable=speculative)
     names = program.iteration()
     scans = {name: Scan(plan, plan.segment(name)) for name in dict.fromkeys(names)}
     priced = {name: issuing.price(plan.home, plan.segment(name)) for name in scans}

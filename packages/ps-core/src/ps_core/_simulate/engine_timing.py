@@ -17,7 +17,7 @@ one thread does almost everything; see `emulated_timing`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,7 +28,13 @@ from ps_core._program import Program
 from ps_core._simulate.emulated_timing import LINKS, play
 from ps_core._simulate.instruction_times import Costs, Work
 from ps_core._simulate.machine import Machine
-from ps_core._simulate.steps_in_backward import EarlySteps, early_steps, newest_first
+from ps_core._simulate.steps_in_backward import (
+    EarlySteps,
+    early_steps,
+    newest_first,
+    overwritten_bytes,
+    with_room,
+)
 from ps_core._simulate.timeline import EarlySeconds, Ran, Timeline
 
 _ROUNDS = 3
@@ -67,9 +73,10 @@ class Issuing:
         ranks_per_node: int | None,
         *,
         in_backward: bool = False,
+        undoable: bool = False,
     ) -> None:
         """Begin; ``ranks_per_node`` None: all processes share one node. ``in_backward``: see [Note: steps within
-        backward].
+        backward]; ``undoable``: also see [Note: steps that can be undone].
         """
         processes = program.ranks * program.copies
         per_node = processes if ranks_per_node is None else ranks_per_node
@@ -80,6 +87,7 @@ class Issuing:
         self._played = machine.played_copy_bandwidth > 0
         self._worker = tiers[0].name == "device" and not self._played
         self._in_backward = in_backward and self._worker and program.ranks == 1
+        self._undoable, self._tiers = undoable, tiers
         self._costs = Costs(program, tiers, machine, per_node, beside=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node
         self._spare = machine.host_memory_bandwidth / machine.host_bandwidth - 1
@@ -124,7 +132,7 @@ class Issuing:
         timeline.log = log
         counts: list[tuple[Segment, int]] = []
         last = next((each for each in sequence if each.segment.name is SegmentName.STEP), None)
-        split = _Split(steps, last) if steps and last is not None else None
+        split = self._split(home, steps, last) if steps and last is not None else None
         before = None
         for priced in sequence:
             segment, name = priced.segment, priced.segment.name
@@ -164,18 +172,39 @@ class Issuing:
             for priced in passes:
                 _, ends = timeline.run(priced.segment, priced.work.seconds)
             every = early_steps(len(home), passes[-1].segment, last.segment)
-            for steps in (newest_first(every, ends, last.work.seconds), every):
-                choices.append((steps, _with_early_steps(self._timeline(home), steps, step)))
+            seconds, sizes, room = last.work.seconds, overwritten_bytes(home, last.segment), 0
+            if self._undoable and len(self._tiers) > 1:
+                seconds = [took + self._costs.copying_s(sizes.get(place, 0)) for place, took in enumerate(seconds)]
+                room = self._tiers[1].capacity_bytes - _end_on_host(home, step)
+            for steps in (newest_first(every, ends, seconds), every):
+                chosen = with_room(steps, ends, sizes, room) if self._undoable else steps
+                split = self._split(home, chosen, last)
+                choices.append((chosen, _with_early_steps(self._timeline(home), split, step)))
         return min(choices, key=lambda choice: sum(timed.seconds for timed in choice[1]))
+
+    def _split(self, home: tuple[Held, ...], steps: EarlySteps, last: Priced) -> _Split:
+        if not self._undoable:
+            return _Split(steps, last)
+        sizes = overwritten_bytes(home, last.segment)
+        copying = {row.id: self._costs.copying_s(sizes[row.id]) for rows in steps.values() for row in rows}
+        return _Split(steps, last, copying)
 
     def _timeline(self, home: tuple[Held, ...]) -> Timeline:
         return Timeline(len(home), worker=self._worker, bandwidth=self._host_bandwidth, spare=self._spare)
 
 
-def _with_early_steps(timeline: Timeline, found: EarlySteps, step: Sequence[Priced]) -> list[Timed]:
+def _end_on_host(home: tuple[Held, ...], step: Sequence[Priced]) -> int:
+    """Return the end of the host memory that a plan uses in a step."""
+    ends = [held.offset + held.bytes for held in home if held.tier == 1]
+    for priced in step:
+        rows = [instr.op for instr in priced.segment.instrs if isinstance(instr.op, Reserve)]
+        ends += [op.offset + op.bytes for op in rows if op.tier == 1]
+    return max(ends, default=0)
+
+
+def _with_early_steps(timeline: Timeline, split: _Split, step: Sequence[Priced]) -> list[Timed]:
     """Time the third of three steps; optimizer steps may begin in backward and end in the next forward."""
     *passes, last = step
-    split = _Split(found, last)
     for _ in range(_ROUNDS):
         own, ends = timeline.run(split.rest, split.seconds, split.behind)
         ran = [timeline.run(priced.segment, priced.work.seconds) for priced in passes[:-1]]
@@ -194,9 +223,14 @@ def _with_early_steps(timeline: Timeline, found: EarlySteps, step: Sequence[Pric
 class _Split:
     """The step segment cut in two: steps that begin within the last pass, and the other instructions."""
 
-    def __init__(self, steps: EarlySteps, step: Priced) -> None:
-        seconds = step.work.seconds
-        self.early: EarlySeconds = {behind: [(row, seconds[row.id]) for row in rows] for behind, rows in steps.items()}
+    def __init__(self, steps: EarlySteps, step: Priced, copying: Mapping[int, float] | None = None) -> None:
+        """Cut the segment. ``copying``: seconds that copying what a step overwrites takes, by the step's number; None:
+        no step can be undone.
+        """
+        seconds, more = step.work.seconds, copying or {}
+        self.early: EarlySeconds = {
+            behind: [(row, seconds[row.id] + more.get(row.id, 0.0)) for row in rows] for behind, rows in steps.items()
+        }
         begun = {row.id for rows in steps.values() for row in rows}
         self.kept = [instr for instr in step.segment.instrs if instr.id not in begun]
         """The instructions that wait for the step segment."""
@@ -204,8 +238,8 @@ class _Split:
         rows = [replace(row, id=places[row.id], after=tuple(places[i] for i in row.after)) for row in self.kept]
         self.rest, self.seconds = replace(step.segment, instrs=tuple(rows)), [seconds[row.id] for row in self.kept]
         left = any(isinstance(row.op, Step) and row.queue is Queue.CPU for row in rows)
-        self.behind: EarlySeconds | None = None if left else {}
-        """Steps that begin early; None: the decision waits for norms on the host, and so for the worker."""
+        self.behind: EarlySeconds | None = None if left or copying is not None else {}
+        """Steps that begin early; None: the decision waits for the worker: for norms on the host, or to undo steps."""
 
 
 def _alone(priced: Priced, ends: list[float], seconds: float) -> Timed:

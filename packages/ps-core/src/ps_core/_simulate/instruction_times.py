@@ -214,6 +214,10 @@ class Costs:
             self._slow_cpu(instrs, seconds, cpu_bytes, sum(copied))
         return Work(seconds, copied, wire, int(network), evictions, [])
 
+    def copying_s(self, size: int) -> float:
+        """Return the seconds that the processor takes to copy so many bytes within host memory."""
+        return 2 * size / self._rates[Queue.CPU] + self._latency
+
     def _of_the_thread(
         self, instrs: tuple[Instr, ...], seconds: list[float], slot_bytes: dict[int, int]
     ) -> list[float]:

@@ -12,6 +12,11 @@ Backward ends with the groups that the next forward pass needs first. If the pro
 come, it takes the newest whenever it is free. The others stay in the step segment. There they are stepped in the order
 of the forward pass, beside it. With all steps in order of arrival, the next forward pass would begin by waiting for the
 whole queue.
+
+[Note: steps that can be undone]
+Where all gradients decide (clipping, a loss scale), a step may still begin early, as if the decision were known. The
+processor first copies what the step overwrites into other host memory. If the decision is another one, it copies that
+back, and the group is stepped with the others. As many steps begin early as host memory has room for, and as pays.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from ps_core._extents import Kind
-from ps_core._plan import Copy, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
+from ps_core._plan import Copy, Held, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
 
 EarlySteps: TypeAlias = Mapping[int, tuple[Instr, ...]]
 """Steps that begin within a pass, by the place of the instruction that they begin behind."""
@@ -58,6 +63,28 @@ def newest_first(steps: EarlySteps, ends: Sequence[float], seconds: Sequence[flo
         free += seconds[row.id]
         place += 1
     return taken
+
+
+def overwritten_bytes(home: Sequence[Held], step: Segment) -> dict[int, int]:
+    """Return the bytes that each early step would overwrite, by the instruction's number; see [Note: steps that can be
+    undone].
+    """
+    return {
+        instr.id: sum(home[slot].bytes for slot in slots_of(instr.op) if home[slot].extent.kind is not Kind.ACC)
+        for instr in step.instrs
+        if isinstance(instr.op, Step) and max(slots_of(instr.op)) < len(home)
+    }
+
+
+def with_room(steps: EarlySteps, ends: Sequence[float], sizes: Mapping[int, int], room: int) -> EarlySteps:
+    """Return the steps for whose old values there is room, the first ones first."""
+    found: dict[int, tuple[Instr, ...]] = {}
+    for behind in sorted(steps, key=lambda place: (ends[place], place)):
+        for row in steps[behind]:
+            if sizes[row.id] <= room:
+                room -= sizes[row.id]
+                found[behind] = (*found.get(behind, ()), row)
+    return found
 
 
 def _last_touches(segment: Segment) -> tuple[dict[int, int], set[int]]:

@@ -146,12 +146,13 @@ def planned_pieces(
     *,
     ranks_per_node: int | None = None,
     early: EarlySteps | None = None,
+    speculative: bool = False,
 ) -> PlannedPieces:
     """Simulate these segments one after the other; see [Note: as the engine issues].
 
-    ``early``: the steps that begin within backward.
+    ``early``: the steps that begin within backward; ``speculative``: they can be undone.
     """
-    issuing = Issuing(program, plan.tiers, machine, ranks_per_node)
+    issuing = Issuing(program, plan.tiers, machine, ranks_per_node, undoable=speculative)
     priced: dict[SegmentName, Priced] = {
         name: issuing.price(plan.home, plan.segment(name)) for name in dict.fromkeys(names)
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from ps_core._errors import AlreadyManaged, InvalidInput, UnsupportedParameter
 from ps_core._extents import Precision
-from ps_core._options import IN_BACKWARD, Budget, Options, TorchOptimizer, check_unused, mark_used
+from ps_core._options import AFTER_BACKWARD, SPECULATIVE, Budget, Options, TorchOptimizer, check_unused, mark_used
 from ps_core._plan import Tier
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.search import Setup
@@ -33,6 +33,7 @@ from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._optim.kernel_rule import FIXED
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
 from ps_core.engine._optim.rules import OptimizerRule, Spec, rule_of
+from ps_core.engine._optim.speculative_steps import SpeculativeSteps
 from ps_core.engine._optim.step_in_backward import check_step_option
 from ps_core.engine._optim.torch_rule import TorchRule
 from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
@@ -176,6 +177,8 @@ class _Wishes:
         loss_scale = LossScale() if self.mode is Precision.FP16 and self.training else None
         counters = Counters(by_torch=isinstance(self.rule, TorchRule))
         parts = self._parts(store, packing, counters)
+        if self.options.step == SPECULATIVE and self.training:
+            parts = replace(parts, speculation=SpeculativeSteps(parts.residency, counters, loss_scale))
         engine = Engine(
             parts,
             counters,
@@ -193,6 +196,8 @@ class _Wishes:
             engine, engine.records, self.rule, loss_scale=loss_scale, max_grad_norm=self.max_grad_norm
         )
         engine.stepping.use(made.settings)
+        if engine.speculation is not None:
+            engine.speculation.use(made.settings)
         return engine, made
 
     def _parts(self, store: TierStore, packing: Grouping, counters: Counters) -> Components:
@@ -216,7 +221,8 @@ class _Wishes:
             training=self.training,
             states=0 if self.rule is None else self.rule.kinds,
             policy=Policy(self.options.policy),
-            step_in_backward=self.options.step == IN_BACKWARD,
+            step_in_backward=self.options.step != AFTER_BACKWARD,
+            speculative=self.options.step == SPECULATIVE,
         )
         name, options, cast = type(self.model).__name__, self.options, self.cast
         if isinstance(parts.residency, ShardedResidency):

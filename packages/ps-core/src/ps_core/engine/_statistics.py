@@ -39,6 +39,8 @@ class Statistics:
     replans: int
     steps: int
     skipped_steps: int
+    undone_group_steps: int
+    """Groups whose step within backward was undone, by ``Options(step="speculative")``."""
     planned_passes: int
     passes: int
     groups: int
@@ -102,6 +104,7 @@ def statistics(model: nn.Module) -> Statistics:
         replans=counters.replans,
         steps=counters.steps,
         skipped_steps=counters.skipped,
+        undone_group_steps=counters.undone_steps,
         planned_passes=counters.replayed,
         passes=counters.passes,
         groups=len(engine.groups),

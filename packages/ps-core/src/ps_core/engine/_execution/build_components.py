@@ -11,6 +11,7 @@ from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._optim.on_demand_step import OnDemandStepper
+from ps_core.engine._optim.speculative_steps import SpeculativeSteps
 from ps_core.engine._optim.step_in_backward import StepInBackward
 from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._parameters.residency import Residency
@@ -51,6 +52,8 @@ class Components:
     updater: OnDemandStepper
     demand: OnDemandDriver
     stepping: StepInBackward = field(default_factory=StepInBackward)
+    speculation: SpeculativeSteps | None = None
+    """What steps groups within backward before that is decided; None: nothing does."""
 
 
 def single_process_components(

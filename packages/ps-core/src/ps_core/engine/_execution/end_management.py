@@ -50,6 +50,8 @@ def _free_memory(engine: Engine) -> None:
     engine.usability.mark_released()
     engine.residency.exposed.clear()
     if not forked:
+        if engine.speculation is not None:
+            engine.speculation.free()
         engine.store.end_work()
     for group in engine.groups:
         for record in group.tensors:
@@ -79,6 +81,8 @@ def return_parameters(engine: Engine, model: nn.Module | None, remove_hooks: Cal
     engine.saved.pop_to(0)  # whatever an interrupt left
     engine.finish_pass()
     engine.stepping.end()
+    if engine.speculation is not None:
+        engine.speculation.free()
     engine.discard_gradients()
     engine.residency.exposed.check()
     for record in dict.fromkeys(engine.residency.pop_tampered()):

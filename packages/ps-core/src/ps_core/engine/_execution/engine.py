@@ -50,6 +50,7 @@ class Engine:
     ) -> None:
         """Make an engine of its parts. ``scheduler`` and ``management`` are called with the engine, and may keep it."""
         self.stepping = parts.stepping
+        self.speculation = parts.speculation
         self.store = store = parts.residency.store
         self.groups = groups = parts.residency.groups
         self.records = sorted((record for group in groups for record in group.tensors), key=lambda record: record.index)
@@ -292,6 +293,8 @@ class Engine:
     def _decide_and_step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> StepDecision:
         pending = [record for record in self.records if record.gradient is not GradientPlace.NONE]
         with self._deciding.deciding(pending, max_norm, loss_scale) as decision:
+            if self.speculation is not None:
+                self.speculation.note_decision(settings, None if decision.skip else decision.factor)
             if decision.skip:
                 self.stepping.check_skip()
                 self.gradients.discard(pending)

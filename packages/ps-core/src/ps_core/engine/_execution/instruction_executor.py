@@ -37,6 +37,7 @@ from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueue
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._optim.group_step import SettingsOf, step_group
+from ps_core.engine._optim.speculative_steps import Stepping
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
@@ -46,8 +47,8 @@ UNVERSIONED = (Kind.GRAD, Kind.RGRAD)
 """Kinds that no chunk keeps: gradients on their way."""
 
 
-def _has_gradient(record: ParamState) -> bool:
-    return record.gradient is not GradientPlace.NONE
+def _is_stepped(record: ParamState) -> bool:
+    return record.gradient is GradientPlace.NONE and record.contents is SlotContents.WEIGHT
 
 
 class Diverged(Exception):
@@ -284,27 +285,30 @@ class InstructionExecutor:
         launch = None if self._store.synchronous else partial(self._launch, instr.queue, (slot,))
         self._gradients.measure_all(rows, flat, launch)
 
-    def step_early(self, instr: Instr, settings_of: SettingsOf) -> ParamGroup:
-        """Step a group whose gradient is complete; raise before anything is changed if the gradient is not finite."""
+    def step_early(self, instr: Instr, stepping: Stepping) -> None:
+        """Step a group whose gradient is complete."""
         assert isinstance(instr.op, Step), "only steps are made early"
-        self.prepare_steps(settings_of, 1.0)
-        self._step(instr, instr.op, early=True)
-        return self._plan.order[instr.op.group]
+        group, slots = self._plan.order[instr.op.group], self._slots_of_step(instr.op)
+        stepping.step(group, slots, partial(self._launch, instr.queue, slots.values()))
 
-    def _step(self, instr: Instr, op: Step, *, early: bool = False) -> None:
+    def _step(self, instr: Instr, op: Step) -> None:
         settings_of, group = self._settings_of, self._plan.order[op.group]
         assert settings_of is not None, "`prepare_steps` comes before steps"
-        if self._plan.in_backward and not early and not any(map(_has_gradient, group.tensors)):
+        if self._plan.in_backward and all(map(_is_stepped, group.tensors)):
             return  # it was stepped within backward
-        kinds, slots = self._plan.step_kinds[op.group], {}
-        for kind, number in zip(kinds, op.slots, strict=True):
+        slots = self._slots_of_step(op)
+        step_group(group, slots, settings_of, self._factor, partial(self._launch, instr.queue, slots.values()))
+
+    def _slots_of_step(self, op: Step) -> dict[Kind, Slot]:
+        """Return the slots that a step works on; they hold the newest bytes."""
+        group, slots = self._plan.order[op.group], dict[Kind, Slot]()
+        for kind, number in zip(self._plan.step_kinds[op.group], op.slots, strict=True):
             slot = slots[kind] = self._slots[number]
             if slot.version != group.chunks[kind].version and (
                 kind is not group.weight or group in self._plan.overwritten
             ):
                 raise PlanMismatch(f"the step of {group.name} finds an older {kind.value}")
-        launch = partial(self._launch, instr.queue, slots.values())
-        step_group(group, slots, settings_of, self._factor, launch, finite=early)
+        return slots
 
     def _launch(
         self,

@@ -25,6 +25,7 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
         for record in group.tensors:
             residency.unbind(record)
         group.forget_moment()
+    residency.transfers.prepare_use()
     residency.transfers.join_queues()
     if not store.device.overcommits:
         for record in engine.records:

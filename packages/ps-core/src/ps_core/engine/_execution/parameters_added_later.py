@@ -87,6 +87,7 @@ def _cut(engine: Engine, group: ParamGroup, chosen: list[ParamState], *, accumul
     before = [(record, record.offset, engine.read(record)) for record in group.tensors]
     for record in group.tensors:
         engine.residency.unbind(record)
+    engine.residency.transfers.prepare_use()
     engine.residency.transfers.join_queues()
     index = group.index if len(chosen) == len(group.tensors) else len(engine.groups)
     rest, trained = _like(group, group.index), _like(group, index, trainable=True)

@@ -21,7 +21,7 @@ from ps_core.engine._execution.planned_activations import PlannedActivations
 from ps_core.engine._execution.segment_queues import IssueOrder, PlannedMoment
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._optim.step_in_backward import StepInBackward
+from ps_core.engine._optim.speculative_steps import Stepping
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import SlotContents
@@ -42,7 +42,7 @@ class PlanDriver:
         counters: Counters,
         *,
         tracked: bool = False,
-        stepping: StepInBackward | None = None,
+        stepping: Stepping | None = None,
     ) -> None:
         """Make the driver; ``stepping`` steps groups during backward; None: nothing is stepped before the step
         segment.
@@ -147,6 +147,7 @@ class PlanDriver:
 
         Return what drives the rest of the pass; None: the on-demand driver.
         """
+        self._residency.transfers.prepare_use()
         self._device.synchronize()
         if self._counters.recorder is not None:
             self._counters.recorder.leave_plan()
@@ -187,13 +188,12 @@ class PlanDriver:
                 self._worker.wait(event)
             else:
                 self._device.wait(Queue.CPU, event)
-        settings_of, recorder = self._stepping.settings(), self._counters.recorder
+        recorder = self._counters.recorder
         for step in self._early[instr.id]:
             if recorder is None:
-                group = self._executor.step_early(step, settings_of)
+                self._executor.step_early(step, self._stepping)
             else:
-                group = recorder.record(step.queue, step, partial(self._executor.step_early, step, settings_of))
-            self._stepping.groups[group] = settings_of
+                recorder.record(step.queue, step, partial(self._executor.step_early, step, self._stepping))
 
     def _wait_for_others(self, instr: Instr) -> None:
         """Make the instruction's queue wait for the instructions on other queues that it depends on."""

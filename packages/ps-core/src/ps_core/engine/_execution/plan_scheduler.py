@@ -30,7 +30,7 @@ from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._memory.reserved_bytes import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._optim.step_in_backward import StepInBackward
+from ps_core.engine._optim.speculative_steps import Stepping
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line, say_if_debugging
@@ -215,6 +215,8 @@ class PlanScheduler:
         engine, plan = self._engine, self._plan
         if backward and not engine.resident:
             return engine.passes.demand
+        if engine.speculation is not None:
+            engine.speculation.undo()
         self._served, self._batch = self._batch, None
         if engine.resident:
             return ResidentDriver(tracked=not (self._measured and self._planned_for.covers(self._served)))
@@ -254,11 +256,11 @@ class PlanScheduler:
             micro = plan.micro_segments
             segment = micro[min(self._passes_of_step, len(micro) - 1)]
         tracked = training is self._setup.training and self._is_watched()
-        stepping = engine.stepping if training else None
+        stepping = (engine.speculation or engine.stepping) if training else None
         return self._replay(plan, segment, tracked=tracked, stepping=stepping)
 
     def _replay(
-        self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: StepInBackward | None = None
+        self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: Stepping | None = None
     ) -> PlanDriver:
         """Return the driver of one segment."""
         engine = self._engine
@@ -423,6 +425,8 @@ class PlanScheduler:
 
     @defer_interrupts_installing
     def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
+        if self._engine.speculation is not None:
+            self._engine.speculation.free()  # the new plan says for how much there is room
         if not self._homes.move_to_plan(plan):
             return False
         self._engine.store.device.trim_host()

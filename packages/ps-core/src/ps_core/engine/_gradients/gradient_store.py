@@ -246,7 +246,7 @@ class GradientStore:
         if stepping and not any(record.group.chunks[Kind.P32].home.tier for record in waiting):
             self._residency.transfers.wait_for_streams()
         else:
-            self._residency.transfers.wait_for_other_queues(Queue.CPU)
+            self._residency.transfers.wait_for_others(Queue.CPU)
 
     def norm_parts(self, records: list[ParamState]) -> list[torch.Tensor]:
         """Return the sum of squares and the non-finite flag of each gradient."""

@@ -73,7 +73,9 @@ class UserGradients:
     def gradient_norm(self, record: ParamState) -> float:
         """Return the norm of the stored gradient times its factor."""
         self._finish_pass()
-        self._residency.transfers.wait_for_other_queues(Queue.CPU)
+        if record.norm_part is None:
+            self._residency.transfers.prepare_use()
+        self._residency.transfers.wait_for_others(Queue.CPU)
         squares = float(self._gradients.measure(record)[0])
         return math.sqrt(squares) * abs(record.factor)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from operator import attrgetter
 
 import torch
@@ -70,6 +71,10 @@ class TierStore:
         top = tiers[0]
         self.arena = Arena(device, top.capacity_bytes, exists=len(tiers) > 1, host=top.name == "host", poison=poison)
         self.spare = SlotCache()
+        self._optional_bytes = 0
+        """Bytes of host memory that are given back when anything needs them."""
+        self._free_optional: Callable[[], None] | None = None
+        """Releases all of that memory."""
         self._leaving: list[WorkEvent] = []
         """Ends of the work on host memory that was released before the work was over."""
 
@@ -97,6 +102,8 @@ class TierStore:
                 self.free_spare()
             if self.free_bytes(tier) < size:
                 raise self._too_small(tier, size)
+            if tier == 1 and self._free_now(tier) < size and self._free_optional is not None:
+                self._free_optional()
             for event in self._leaving:
                 event.block()
             self._leaving.clear()
@@ -110,6 +117,23 @@ class TierStore:
             slot = self.arena.reserve(size, address)
         self.ledger.add(tier, size)
         return slot
+
+    def reserve_optional(self, size: int) -> Slot | None:
+        """Reserve host memory that counts as free, and is given back for any other use; None: there is no room."""
+        if len(self.tiers) < 2 or self.is_disk(1) or self._free_now(1) < size:
+            return None
+        slot = self.reserve(1, size)
+        self._optional_bytes += size
+        return slot
+
+    def free_optional_by(self, free: Callable[[], None]) -> None:
+        """Call this to release all optional memory."""
+        self._free_optional = free
+
+    def release_optional(self, slot: Slot, queue: Queue) -> None:
+        """Release such memory once the queue has done all work launched so far."""
+        self._optional_bytes -= slot.bytes
+        self.release(slot, queue)
 
     def adopt(self, memory: torch.Tensor) -> Slot:
         """Return a slot of the compute tier for memory that other ranks map too; it counts like any other slot."""
@@ -132,7 +156,10 @@ class TierStore:
         return tier - self.is_disk(tier)
 
     def free_bytes(self, tier: int) -> int:
-        """Return the bytes of a tier's budget that no slot has; non-model bytes are not subtracted."""
+        """Return the bytes of a tier's budget that no slot needs; non-model bytes are not subtracted."""
+        return self._free_now(tier) + (self._optional_bytes if tier == 1 else 0)
+
+    def _free_now(self, tier: int) -> int:
         return self.tiers[tier].capacity_bytes - self.ledger.used_bytes[tier]
 
     def _on_disk(self, tier: int, size: int) -> Slot:
@@ -231,6 +258,7 @@ class TierStore:
     def close(self) -> None:
         """Release all memory; every slot was released before, and none is reserved any more."""
         self.free_spare()
+        self._free_optional = None
         self.arena.close()
         self.device.close()
 

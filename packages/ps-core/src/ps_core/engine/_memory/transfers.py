@@ -29,6 +29,8 @@ class Transfers:
     def __init__(self, store: TierStore, watcher: TransferObserver) -> None:
         self._store, self._device = store, store.device
         self.watcher = watcher
+        self._before_use: Callable[[], None] | None = None
+        """What undoes steps before host memory is used outside of a plan; None: none has to be undone."""
 
     # Chunks.
 
@@ -119,7 +121,21 @@ class Transfers:
         else:
             self.watcher.recorder.record(queue, what, work)
 
+    def call_before_use(self, undo: Callable[[], None] | None) -> None:
+        """Call this before host memory is used outside of a plan; None: call nothing."""
+        self._before_use = undo
+
+    def prepare_use(self) -> None:
+        """Undo what has to be undone before host memory is used outside of a plan."""
+        if self._before_use is not None:
+            self._before_use()
+
     def wait_for_other_queues(self, queue: Queue) -> None:
+        """Make all work launched next on a queue wait for everything launched on the others; undo undecided steps."""
+        self.prepare_use()
+        self.wait_for_others(queue)
+
+    def wait_for_others(self, queue: Queue) -> None:
         """Make all work launched next on a queue wait for everything launched on the others."""
         if self._store.synchronous:
             return

@@ -73,7 +73,7 @@ def _alike(one: ParamState, other: ParamState, settings_of: SettingsOf) -> bool:
     )
 
 
-class _StepWork(NamedTuple):
+class StepWork(NamedTuple):
     """The work of one group's step, and what to note of it afterwards."""
 
     calls: list[Callable[[], object]]
@@ -100,6 +100,19 @@ def step_group(
     know that. Work on memory is launched as one piece, before anything is noted of it. ``finite``: that work raises
     before it changes anything if a gradient is not finite.
     """
+    note_done(group, slots, launch_step(group, slots, settings_of, factor, launch, finite=finite))
+
+
+def launch_step(
+    group: ParamGroup,
+    slots: Mapping[Kind, Slot],
+    settings_of: SettingsOf,
+    factor: float,
+    launch: Launch,
+    *,
+    finite: bool = False,
+) -> StepWork:
+    """Launch the work of a group's step, and return what is to be noted of it. Arguments are those of `step_group`."""
     work = _prepare(group, slots, settings_of, factor, finite=finite)
     overwritten = Kind.P16 if Kind.ACC in slots else None  # else the gradient lies where the weight goes
     reads, writes = [], []
@@ -110,12 +123,12 @@ def step_group(
         if kind is not Kind.ACC:
             writes.append(memory)
     launch(f"step of {group.name}", reads, writes, partial(_carry_out, work.calls))
-    _note_done(group, slots, work)
+    return work
 
 
 def _prepare(
     group: ParamGroup, slots: Mapping[Kind, Slot], settings_of: SettingsOf, factor: float, *, finite: bool
-) -> _StepWork:
+) -> StepWork:
     """Return the work of a group's step; nothing is changed yet. Arguments are those of `step_group`."""
     numel = group.shard_numel
     master = slots[Kind.P32].flat(torch.float32, numel)
@@ -158,10 +171,10 @@ def _prepare(
             assert weight is not None, "fp32 weights are their own masters"
             calls.append(partial(weight[record.piece].copy_, master[record.piece]))
             rebuilt.append(record)
-    return _StepWork([*checks, *calls], stepped, overtaken, rebuilt)
+    return StepWork([*checks, *calls], stepped, overtaken, rebuilt)
 
 
-def _note_done(group: ParamGroup, slots: Mapping[Kind, Slot], work: _StepWork) -> None:
+def note_done(group: ParamGroup, slots: Mapping[Kind, Slot], work: StepWork) -> None:
     """Note that the work of a step is launched: in the parameters' states, and in what is the newest of each kind."""
     for record, scalars in work.stepped.items():
         record.mark_stepped(scalars)

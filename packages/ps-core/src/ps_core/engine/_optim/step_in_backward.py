@@ -7,15 +7,17 @@ steps what is left: groups that live on the accelerator, and everything of a pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from weakref import WeakMethod
 
 import torch
 
 from ps_core._errors import InvalidInput
-from ps_core._extents import Precision
-from ps_core._options import IN_BACKWARD, Options
-from ps_core.engine._optim.group_step import SettingsOf
+from ps_core._extents import Kind, Precision
+from ps_core._options import AFTER_BACKWARD, SPECULATIVE, Options
+from ps_core.engine._gradients.gradient_sums import Launch
+from ps_core.engine._memory.chunk import Slot
+from ps_core.engine._optim.group_step import SettingsOf, step_group
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 
 
@@ -39,6 +41,12 @@ class StepInBackward:
                 "Options(step='in_backward'), but the optimizer that chunked() returned is gone: keep it"
             )
         return method()
+
+    def step(self, group: ParamGroup, slots: Mapping[Kind, Slot], launch: Launch) -> None:
+        """Step a group whose gradient is complete; its work raises before it changes anything if that is not finite."""
+        settings_of = self.settings()
+        step_group(group, slots, settings_of, 1.0, launch, finite=True)
+        self.groups[group] = settings_of
 
     def check_pass(self) -> None:
         """Raise before a second pass of a step, which would compute with partly stepped weights."""
@@ -125,18 +133,19 @@ class StepInBackward:
 def check_step_option(
     options: Options, precision: Precision, *, max_grad_norm: float | None, accumulation_steps: int, alone: bool
 ) -> None:
-    """Raise if steps within backward are requested but need a decision on all gradients."""
-    if options.step != IN_BACKWARD:
+    """Raise if steps within backward are requested where they are not possible."""
+    if options.step == AFTER_BACKWARD:
         return
+    may_undo = options.step == SPECULATIVE
     against = {
-        "max_grad_norm": max_grad_norm is not None,
-        "precision='fp16', whose loss scale may skip a step": precision is Precision.FP16,
+        "max_grad_norm": max_grad_norm is not None and not may_undo,
+        "precision='fp16', whose loss scale may skip a step": precision is Precision.FP16 and not may_undo,
         f"accumulation_steps={accumulation_steps}": accumulation_steps > 1,
         "several processes": not alone,
     }
     for what, given in against.items():
         if given:
             raise InvalidInput(
-                f"Options(step='in_backward') with {what}: a group is stepped before all gradients are known; use "
+                f"Options(step={options.step!r}) with {what}: a group is stepped before all gradients are known; use "
                 "step='after_backward'"
             )

@@ -111,7 +111,9 @@ def _rows_of_runs(runs: Sequence[Run]) -> Iterator[list[Run]]:
 def _simulated(runs: Sequence[Run]) -> PlannedPieces:
     """Return the simulated pieces of work for runs of one plan."""
     plan, names = runs[0].plan, [run.name for run in runs]
-    return planned_pieces(plan.program, plan.plan, plan.machine, names, early=plan.planned.early)
+    return planned_pieces(
+        plan.program, plan.plan, plan.machine, names, early=plan.planned.early, speculative=plan.planned.speculative
+    )
 
 
 def _later(piece: Piece, seconds: float) -> Piece:

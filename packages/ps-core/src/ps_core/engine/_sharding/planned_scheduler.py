@@ -28,7 +28,7 @@ from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
 from ps_core.engine._memory.reserved_bytes import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
-from ps_core.engine._optim.step_in_backward import StepInBackward
+from ps_core.engine._optim.speculative_steps import Stepping
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.following_driver import UnplannedDriver
@@ -81,7 +81,7 @@ class RanksScheduler(PlanScheduler):
         return RanksPlanRequest(self._engine, self._model_name, self._setup, options, self._together)
 
     def _replay(
-        self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: StepInBackward | None = None
+        self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: Stepping | None = None
     ) -> RanksPlanDriver:
         return RanksPlanDriver(plan, segment, self._shards, self._sums, self._engine.counters, tracked=tracked)
 

@@ -70,6 +70,8 @@ class Counters(PhaseTimer):
     """Passes that ran by the plan to their end."""
     steps: int = 0
     skipped: int = 0
+    undone_steps: int = 0
+    """Groups that were stepped within backward, and stepped again because that was undone."""
     recorder: WorkRecorder | None = None
     """Records when queues work; None: the model is not profiled."""
     idle_s: Mapping[str, float] = field(default_factory=dict)
@@ -112,6 +114,10 @@ class Counters(PhaseTimer):
         if self.recorder is not None:
             self.recorder.stepped()
         self.skipped += skipped
+
+    def undone(self, groups: int) -> None:
+        """Count groups whose step was undone."""
+        self.undone_steps += groups
 
     def diverged(self, why: str) -> None:
         """Count a pass that left its plan."""

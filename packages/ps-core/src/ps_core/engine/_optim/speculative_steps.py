@@ -1,0 +1,166 @@
+"""Step groups during backward, and undo that where gradients must be clipped: ``Options(step="speculative")``.
+
+[Note: speculation]
+With clipping or a loss scale a step is decided when all gradients are known. Until then a group may be stepped as if
+nothing had to be clipped. What the step overwrites is copied first. Nothing is noted of such a step before the
+decision: by all records the group still has its gradient. If the decision is what was assumed, the step is noted. Else
+the old bytes are copied back, and the group is stepped like any other.
+
+Whoever wants to use host memory before the decision has the old bytes copied back first: `Transfers.before_use`. So a
+state dict, a checkpoint, an evaluation, a gradient that is read, all are as they would be without the option.
+
+A step that is undone takes longer than one behind backward. So after a step that was clipped, none begins early.
+
+The copies are in host memory that nothing else needs (`TierStore.reserve_optional`). Without room a group is stepped
+behind backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+from weakref import WeakMethod
+
+import torch
+
+from ps_core._extents import Kind
+from ps_core._plan import Queue
+from ps_core.engine._gradients.gradient_sums import Launch
+from ps_core.engine._gradients.loss_scale import LossScale
+from ps_core.engine._memory.chunk import Slot
+from ps_core.engine._optim.group_step import SettingsOf, StepWork, launch_step, note_done
+from ps_core.engine._optim.step_in_backward import StepInBackward
+from ps_core.engine._parameters.param_state import ParamGroup
+from ps_core.engine._parameters.residency import Residency
+from ps_core.engine._parameters.state_transitions import GradientPlace
+from ps_core.engine._support.counters import Counters
+from ps_core.engine._support.interrupts import defer_interrupts_installing
+
+
+@dataclass(slots=True, eq=False)
+class _EarlyStep:
+    """A group's step that is not decided yet, and what undoes it."""
+
+    slots: Mapping[Kind, Slot]
+    launch: Launch
+    factor: float
+    inputs: list[object]
+    """What the step depended on, besides memory."""
+    places: list[tuple[torch.Tensor, torch.Tensor]]
+    """What the step overwrites, and memory for the old bytes."""
+    work: StepWork | None = None
+    saved: bool = False
+    """True once the old bytes are copied: not if the worker failed before."""
+
+    def save(self) -> None:
+        """Copy what the step will overwrite."""
+        for current, old in self.places:
+            old.copy_(current)
+        self.saved = True
+
+    def restore(self) -> None:
+        """Copy the old bytes back."""
+        if self.saved:
+            for current, old in self.places:
+                current.copy_(old)
+
+
+class SpeculativeSteps:
+    """Make, note and undo the early steps of one model; see [Note: speculation]."""
+
+    def __init__(self, residency: Residency, counters: Counters, loss_scale: LossScale | None) -> None:
+        self._store, self._transfers, self._counters = residency.store, residency.transfers, counters
+        self._loss_scale = loss_scale
+        self._settings: Callable[[], Callable[[], SettingsOf] | None] | None = None
+        self._rooms: dict[ParamGroup, Slot] = {}
+        """Memory for each group's old bytes, kept from step to step."""
+        self._early: dict[ParamGroup, _EarlyStep] = {}
+        self._clipped = False
+        """True if the last step was clipped or skipped: the next one often is, too."""
+        residency.store.free_optional_by(self.free)
+
+    def use(self, settings: Callable[[], SettingsOf]) -> None:
+        """Use this method of the optimizer for settings. The optimizer is made after the engine, and may be freed."""
+        self._settings = WeakMethod(settings)
+
+    def step(self, group: ParamGroup, slots: Mapping[Kind, Slot], launch: Launch) -> None:
+        """Step a group whose gradient is complete, if that can be undone."""
+        settings = None if self._settings is None else self._settings()
+        if self._clipped or settings is None:  # without the optimizer nobody will decide
+            return
+        if any(record.norm_part is None for record in group.tensors if record.gradient is not GradientPlace.NONE):
+            return  # it will be measured in memory that would be overwritten
+        written = [slot for kind, slot in slots.items() if kind is not Kind.ACC]
+        room = self._room(group, sum(slot.bytes for slot in written))
+        if room is None:
+            return
+        settings_of, factor, places, begin = settings(), self._unclipped_factor, [], 0
+        for slot in written:
+            places.append((slot.memory, room.memory[begin : begin + slot.bytes]))
+            begin += slot.bytes
+        early = _EarlyStep(slots, launch, factor, _inputs(group, settings_of), places)
+        current, old = [pair[0] for pair in places], [pair[1] for pair in places]
+        launch(f"a copy within a tier, of {group.name}", current, old, early.save)
+        self._early[group] = early
+        self._transfers.call_before_use(self.undo)
+        early.work = launch_step(group, slots, settings_of, factor, launch)
+        self._follow(group, early)
+
+    @property
+    def _unclipped_factor(self) -> float:
+        """Return the factor for gradients that are not clipped."""
+        return 1.0 if self._loss_scale is None else 1.0 / self._loss_scale.value
+
+    def note_decision(self, settings_of: SettingsOf, factor: float | None) -> None:
+        """Note the early steps that are what was decided, and undo the others; ``factor`` None: nothing is stepped."""
+        self._clipped = factor != self._unclipped_factor
+        for group, early in list(self._early.items()):
+            if early.work is not None and early.factor == factor and early.inputs == _inputs(group, settings_of):
+                note_done(group, early.slots, early.work)
+                del self._early[group]
+        self.undo()
+
+    @defer_interrupts_installing
+    def undo(self) -> None:
+        """Copy the old bytes of all undecided steps back."""
+        found, self._early = self._early, {}
+        self._transfers.call_before_use(None)
+        for group, early in found.items():
+            current, old = [pair[0] for pair in early.places], [pair[1] for pair in early.places]
+            early.launch(f"a copy within a tier, of {group.name}", old, current, early.restore)
+            self._follow(group, early)
+        self._counters.undone(len(found))
+
+    def free(self) -> None:
+        """Undo what is undecided, and release the memory for old bytes."""
+        self.undo()
+        rooms, self._rooms = self._rooms, {}
+        for slot in rooms.values():
+            self._store.release_optional(slot, Queue.CPU)
+
+    def _room(self, group: ParamGroup, size: int) -> Slot | None:
+        """Return memory for a group's old bytes; None: there is none."""
+        room = self._rooms.get(group) or self._store.reserve_optional(size)
+        if room is not None:
+            self._rooms[group] = room
+        return room
+
+    def _follow(self, group: ParamGroup, early: _EarlyStep) -> None:
+        """Note that work on the group's slots is also work on the memory for its old bytes."""
+        work = early.slots[Kind.P32].work
+        if work is not None:
+            self._rooms[group].note_work(work)
+
+
+Stepping: TypeAlias = StepInBackward | SpeculativeSteps
+"""What steps groups within backward."""
+
+
+def _inputs(group: ParamGroup, settings_of: SettingsOf) -> list[object]:
+    """Return what a group's step depends on besides memory."""
+    return [
+        (record.index, record.gradient, record.steps, record.scalars, record.factor, settings_of(record))
+        for record in group.tensors
+        if record.gradient is not GradientPlace.NONE
+    ]
