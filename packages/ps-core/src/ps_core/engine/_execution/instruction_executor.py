@@ -36,7 +36,7 @@ from ps_core.engine._execution.planned_activations import PlannedActivations
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.chunk import Chunk, Slot
-from ps_core.engine._optim.group_step import SettingsOf, step_group
+from ps_core.engine._optim.group_step import SettingsOf, launch_step, note_done
 from ps_core.engine._optim.speculative_steps import Stepping
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
@@ -288,27 +288,24 @@ class InstructionExecutor:
     def step_early(self, instr: Instr, stepping: Stepping) -> None:
         """Step a group whose gradient is complete."""
         assert isinstance(instr.op, Step), "only steps are made early"
-        group, slots = self._plan.order[instr.op.group], self._slots_of_step(instr.op)
-        stepping.step(group, slots, partial(self._launch, instr.queue, slots.values()))
+        self._step(instr, instr.op, stepping)
 
-    def _step(self, instr: Instr, op: Step) -> None:
-        settings_of, group = self._settings_of, self._plan.order[op.group]
-        assert settings_of is not None, "`prepare_steps` comes before steps"
-        if self._plan.in_backward and all(map(_is_stepped, group.tensors)):
-            return  # it was stepped within backward
-        slots = self._slots_of_step(op)
-        step_group(group, slots, settings_of, self._factor, partial(self._launch, instr.queue, slots.values()))
-
-    def _slots_of_step(self, op: Step) -> dict[Kind, Slot]:
-        """Return the slots that a step works on; they hold the newest bytes."""
+    def _step(self, instr: Instr, op: Step, early: Stepping | None = None) -> None:
         group, slots = self._plan.order[op.group], dict[Kind, Slot]()
+        if early is None and self._plan.in_backward and all(map(_is_stepped, group.tensors)):
+            return  # it was stepped within backward
         for kind, number in zip(self._plan.step_kinds[op.group], op.slots, strict=True):
             slot = slots[kind] = self._slots[number]
             if slot.version != group.chunks[kind].version and (
                 kind is not group.weight or group in self._plan.overwritten
             ):
                 raise PlanMismatch(f"the step of {group.name} finds an older {kind.value}")
-        return slots
+        launch = partial(self._launch, instr.queue, slots.values())
+        if early is not None:
+            early.step(group, slots, launch)
+            return
+        assert self._settings_of is not None, "`prepare_steps` comes before steps"
+        note_done(group, slots, launch_step(group, slots, self._settings_of, self._factor, launch))
 
     def _launch(
         self,

@@ -204,7 +204,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def settings(self) -> Callable[[ParamState], StepSettings]:
         """Return a function that returns a parameter's settings, as the groups have them now."""
-        self.complete_groups()
+        if len(self._source) > self._known or self._unlisted or self._awaited:
+            self.complete_groups()
         if len(self.param_groups) != len(self._members):
             raise InvalidInput(
                 f"param_groups was assigned {len(self.param_groups)} groups, expected {len(self._members)}: assign as "
