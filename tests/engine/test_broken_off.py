@@ -15,7 +15,7 @@ from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution import instruction_executor
 from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._execution.instruction_executor import InstructionExecutor
-from ps_core.engine._optim import on_demand_step
+from ps_core.engine._optim import group_step
 from test_does_not_fit import Words
 from test_left_plans import CASES, STEPS, batch, expected, masters, passes
 
@@ -66,14 +66,14 @@ class Once:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Once:
     """In the way of each group's step."""
-    once, plain = Once(MemoryError("no more")), on_demand_step.step_group
+    once, plain = Once(MemoryError("no more")), group_step.launch_step
 
-    def beside(*args: Any, **named: Any) -> None:
+    def beside(*args: Any, **named: Any) -> Any:
         once()
-        plain(*args, **named)
+        return plain(*args, **named)
 
-    monkeypatch.setattr(on_demand_step, "step_group", beside)
-    monkeypatch.setattr(instruction_executor, "step_group", beside)
+    monkeypatch.setattr(group_step, "launch_step", beside)
+    monkeypatch.setattr(instruction_executor, "launch_step", beside)
     return once
 
 
