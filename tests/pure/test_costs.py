@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from ps_core._errors import InvalidInput
 from ps_core._extents import Extent, Kind, Precision
 from ps_core._layout import lay_out
 from ps_core._plan import (
@@ -29,6 +30,7 @@ from ps_core._plan import (
 )
 from ps_core._program import Program
 from ps_core._simulate.cluster import LINK_HOP_S, NODE_HOP_S, ring_s
+from ps_core._simulate.engine_timing import Issuing
 from ps_core._simulate.instruction_times import Costs
 from ps_core._simulate.machine import MACHINES, Machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
@@ -173,6 +175,12 @@ def test_a_sum_across_copies_receives_a_part_from_each_copy_and_then_the_others(
     assert seconds(total, Queue.COLL, copies, ranks_per_node=4) == pytest.approx(near, rel=1e-12)
     fp32 = replace(copies, precision=Precision.FP32)
     assert fp32.across_bytes(0) == NUMEL // 2 * (4 + 4)
+
+
+@pytest.mark.parametrize(("per_node", "told"), [(5, "12 processes cannot"), (6, "a copy of 4 processes neither")])
+def test_nodes_that_do_not_divide_the_processes_are_refused(per_node: int, told: str) -> None:
+    with pytest.raises(InvalidInput, match=told):
+        Issuing(replace(program(ranks=4), copies=3), DEVICE_HOST, MACHINE, per_node)
 
 
 def test_deciding_costs_a_message_where_there_is_somebody_to_ask() -> None:

@@ -107,6 +107,16 @@ def test_a_group_kept_in_fp32_has_its_master_for_a_weight_and_a_sum_for_its_grad
     assert (made.casts(S.PROLOGUE), made.casts(S.SKIP)) == ((1, 3), (1,))
 
 
+def test_a_group_that_ranks_map_is_gathered_without_bytes():
+    copied = program(ranks=2, precision=Precision.FP32)
+    groups = tuple(replace(group, common=True) for group in copied.layout.groups)
+    mapped = replace(copied, layout=replace(copied.layout, groups=groups))
+    assert (copied.gather_bytes(0), mapped.gather_bytes(0)) == (1280, 0)
+    assert mapped.sum_bytes(0) == copied.sum_bytes(0) == 1280
+    assert (copied.bytes_of(Extent(FULL, 0)), mapped.bytes_of(Extent(FULL, 0))) == (2 * 1280, 128)
+    assert mapped.bytes_of(Extent(GRAD, 0)) == copied.bytes_of(Extent(GRAD, 0))
+
+
 def test_a_payload_that_is_dead_need_not_be_there():
     trace = Trace(
         model="embedding",
