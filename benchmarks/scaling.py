@@ -93,8 +93,8 @@ process), blocks recomputed in backward, the loss in chunks of rows. *Peaks* are
 of host memory. TFLOPS count 8 operations per parameter and token, per GPU. *Published* is PatrickStar (arXiv
 2108.05818; IEEE TPDS 34(1)), read off its plots, at a batch of its choice.
 
-*Step* is as the engine runs the plan: a process's cores step its shards beside the next forward pass. *Bound* is what
-the plan would allow, were everything to overlap. Several processes follow [one plan](distributed.md#order), made as
+*Step* is the time of a step as the engine runs the plan: the processor steps a process's shards during the next forward
+pass. *Bound* is the time if everything overlapped. Several processes follow [one plan](distributed.md#order), made as
 these are.
 
 `pstar plan gpt-175b --gpus 512 --nodes 64 --machine a100-40` asks for one such row.

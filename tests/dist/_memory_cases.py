@@ -133,7 +133,7 @@ def fills(each: ps_dist.TorchCollectives, size: int) -> int:
 
 
 def maps_no_weights(each: ps_dist.TorchCollectives, at_rank: int) -> tuple[bool, bool]:
-    """Whether ranks map each other's weights, where one cannot make the file, and whether they train then."""
+    """Train where one rank cannot make the file; return whether weights are mapped, and whether they changed."""
 
     def refuse(*args: Any) -> None:
         raise OSError(1, "Operation not permitted")
@@ -155,7 +155,7 @@ def maps_no_weights(each: ps_dist.TorchCollectives, at_rank: int) -> tuple[bool,
 
 
 def open_files(each: ps_dist.TorchCollectives) -> int:
-    """How many of the kernel's anonymous files are open after a model came and went."""
+    """Make and release a model; return how many of the kernel's anonymous files are open then."""
     maps_no_weights(each, -1)
     gc.collect()
     found = 0

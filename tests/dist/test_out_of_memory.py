@@ -84,7 +84,7 @@ def passed(model: nn.Module, step: int, part: int) -> None:
 
 @dataclass
 class Found:
-    """What one rank came to."""
+    """The plans, arenas and results of one rank."""
 
     plans: list[str]
     """The plan after each pass that ran out, and the first."""

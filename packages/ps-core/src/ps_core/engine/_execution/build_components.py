@@ -53,7 +53,7 @@ class Components:
     demand: OnDemandDriver
     stepping: StepInBackward = field(default_factory=StepInBackward)
     speculation: SpeculativeSteps | None = None
-    """What steps groups within backward before that is decided; None: nothing does."""
+    """Steps groups during backward before clipping is decided, and undoes it; None: without that option."""
 
 
 def single_process_components(

@@ -30,7 +30,7 @@ class Transfers:
         self._store, self._device = store, store.device
         self.watcher = watcher
         self._before_use: Callable[[], None] | None = None
-        """What undoes steps before host memory is used outside of a plan; None: none has to be undone."""
+        """Undoes early steps before host memory is used outside of a plan; None: there are none to undo."""
 
     # Chunks.
 

@@ -3,11 +3,11 @@
 [Note: speculation]
 With clipping or a loss scale a step is decided when all gradients are known. Until then a group may be stepped as if
 nothing had to be clipped. What the step overwrites is copied first. Nothing is noted of such a step before the
-decision: by all records the group still has its gradient. If the decision is what was assumed, the step is noted. Else
-the old bytes are copied back, and the group is stepped like any other.
+decision: by all records the group still has its gradient. If nothing has to be clipped, the step is noted. Else the old
+bytes are copied back, and the group is stepped after backward.
 
-Whoever wants to use host memory before the decision has the old bytes copied back first: `Transfers.before_use`. So a
-state dict, a checkpoint, an evaluation, a gradient that is read, all are as they would be without the option.
+Before any other use of host memory the old bytes are copied back, too (`Transfers.prepare_use`). So a state dict, a
+checkpoint, an evaluation and a gradient that is read are as they would be without the option.
 
 A step that is undone takes longer than one behind backward. So after a step that was clipped, none begins early.
 
@@ -46,23 +46,25 @@ class _EarlyStep:
     launch: Launch
     factor: float
     inputs: list[object]
-    """What the step depended on, besides memory."""
-    places: list[tuple[torch.Tensor, torch.Tensor]]
-    """What the step overwrites, and memory for the old bytes."""
+    """Settings and counts that the step was computed with; see `_inputs`."""
+    current: list[torch.Tensor]
+    """Memory that the step overwrites."""
+    old: list[torch.Tensor]
+    """Memory for the bytes before the step, in the same order."""
     work: StepWork | None = None
     saved: bool = False
     """True once the old bytes are copied: not if the worker failed before."""
 
     def save(self) -> None:
         """Copy what the step will overwrite."""
-        for current, old in self.places:
+        for old, current in zip(self.old, self.current, strict=True):
             old.copy_(current)
         self.saved = True
 
     def restore(self) -> None:
         """Copy the old bytes back."""
         if self.saved:
-            for current, old in self.places:
+            for old, current in zip(self.old, self.current, strict=True):
                 current.copy_(old)
 
 
@@ -87,20 +89,18 @@ class SpeculativeSteps:
     def step(self, group: ParamGroup, slots: Mapping[Kind, Slot], launch: Launch) -> None:
         """Step a group whose gradient is complete, if that can be undone."""
         settings = None if self._settings is None else self._settings()
-        if self._clipped or settings is None:  # without the optimizer nobody will decide
+        if self._clipped or settings is None:  # None: the optimizer was freed, so no step will follow
             return
         if any(record.norm_part is None for record in group.tensors if record.gradient is not GradientPlace.NONE):
             return  # it will be measured in memory that would be overwritten
         written = [slot for kind, slot in slots.items() if kind is not Kind.ACC]
-        room = self._room(group, sum(slot.bytes for slot in written))
+        sizes = [slot.bytes for slot in written]
+        room = self._room(group, sum(sizes))
         if room is None:
             return
-        settings_of, factor, places, begin = settings(), self._unclipped_factor, [], 0
-        for slot in written:
-            places.append((slot.memory, room.memory[begin : begin + slot.bytes]))
-            begin += slot.bytes
-        early = _EarlyStep(slots, launch, factor, _inputs(group, settings_of), places)
-        current, old = [pair[0] for pair in places], [pair[1] for pair in places]
+        settings_of, factor, current = settings(), self._unclipped_factor, [slot.memory for slot in written]
+        old = list(torch.split(room.memory[: sum(sizes)], sizes))
+        early = _EarlyStep(slots, launch, factor, _inputs(group, settings_of), current, old)
         launch(f"a copy within a tier, of {group.name}", current, old, early.save)
         self._early[group] = early
         self._transfers.call_before_use(self.undo)
@@ -127,8 +127,7 @@ class SpeculativeSteps:
         found, self._early = self._early, {}
         self._transfers.call_before_use(None)
         for group, early in found.items():
-            current, old = [pair[0] for pair in early.places], [pair[1] for pair in early.places]
-            early.launch(f"a copy within a tier, of {group.name}", old, current, early.restore)
+            early.launch(f"a copy within a tier, of {group.name}", early.old, early.current, early.restore)
             self._follow(group, early)
         self._counters.undone(len(found))
 
@@ -154,11 +153,11 @@ class SpeculativeSteps:
 
 
 Stepping: TypeAlias = StepInBackward | SpeculativeSteps
-"""What steps groups within backward."""
+"""Steps groups during backward, for good or in a way that can be undone."""
 
 
 def _inputs(group: ParamGroup, settings_of: SettingsOf) -> list[object]:
-    """Return what a group's step depends on besides memory."""
+    """Return the settings and counts of a group's step: another step is to be made if they change."""
     return [
         (record.index, record.gradient, record.steps, record.scalars, record.factor, settings_of(record))
         for record in group.tensors

@@ -159,7 +159,7 @@ class ShardedResidency(Residency):
                 self.unbind(record)
             self.exposed.forget(group)
             if any(bound.outlived for bound in bounds):
-                self._common.pop(group, None)  # whoever has the alias may write to it
+                self._common.pop(group, None)  # the program may write to its alias
             self._held.append((slot, bounds))
             self.transfers.watcher.evicted()
             self.release_unaliased()
