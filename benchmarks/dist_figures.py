@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ps_dist
-from engine_figures import GPT, Shape, Step, batches, check, make
+from engine_figures import DTYPES, GPT, Shape, Step, batches, check, make
 from ps_core import AdamW
 from ps_core.engine import chunked, statistics
 from turns import ratios, spread, take_turns
@@ -53,6 +53,27 @@ def training(model: nn.Module, optimizer: torch.optim.Optimizer, shape: Shape, r
 def ddp(shape: Shape, together: ps_dist.TorchCollectives) -> Step:
     model = DistributedDataParallel(make(shape))
     return training(model, torch.optim.AdamW(model.parameters(), fused=True), shape, together.rank, 1)
+
+
+def alone(precision: str) -> Contender:
+    """Exchange nothing, and step a rank's part of the parameters: no way of dividing the work is faster."""
+
+    def made(shape: Shape, together: ps_dist.TorchCollectives) -> Step:
+        model = make(shape).to(DTYPES[precision])
+        stepped, size, whole = [], 0, sum(each.numel() for each in model.parameters())
+        for each in model.parameters():
+            if together.ranks * (size + each.numel()) <= whole:
+                stepped.append(each)
+                size += each.numel()
+        step = training(model, torch.optim.AdamW(stepped, fused=True), shape, together.rank, 1)
+
+        def run() -> None:
+            step()
+            model.zero_grad()
+
+        return run
+
+    return made
 
 
 def fsdp(precision: str) -> Contender:
@@ -109,6 +130,8 @@ def ours(precision: str) -> Contender:
 
 
 CONTENDERS: dict[str, Contender] = {
+    "alone fp32": alone("fp32"),
+    "alone bf16": alone("bf16"),
     "DDP fp32": ddp,
     "FSDP2 fp32": fsdp("fp32"),
     "FSDP2 bf16": fsdp("bf16"),
@@ -121,7 +144,12 @@ RATIOS = (
     ("ours fp32", "FSDP2 fp32"),
     ("ours fp32", "DDP fp32"),
     ("ours fp32", "DeepSpeed fp32"),
+    ("alone fp32", "DDP fp32"),
+    ("alone fp32", "FSDP2 fp32"),
+    ("alone fp32", "DeepSpeed fp32"),
     ("ours bf16", "FSDP2 bf16"),
+    ("alone bf16", "FSDP2 bf16"),
+    ("alone bf16", "DeepSpeed bf16"),
     ("ours bf16", "DeepSpeed bf16"),
 )
 Figures = dict[str, list[float]]

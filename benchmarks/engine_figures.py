@@ -153,10 +153,14 @@ def show_speed(taken: dict[str, list[float]], shape: Shape, ours: str) -> float:
     """Print tokens a second, and the ratio to the faster plain loop; returns its median."""
     for name, seconds in taken.items():
         print(f"  {name:24} {shape.batch * shape.length / numbers.median(seconds):8.0f} tokens/s")
-    best = min((name for name in taken if name.startswith("plain")), key=lambda name: numbers.median(taken[name]))
+    best = fastest_plain(taken)
     found = ratios(taken[best], taken[ours])
     print(f"  {ours} / {best}: {spread(found)} of {len(found)} rounds")
     return numbers.median(found)
+
+
+def fastest_plain(taken: dict[str, list[float]]) -> str:
+    return min((name for name in taken if name.startswith("plain")), key=lambda name: numbers.median(taken[name]))
 
 
 def peak_of_activations(shape: Shape, precision: str) -> int:
@@ -219,16 +223,25 @@ def tight(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
     print(f"tight, {precision}")
     peak, data = peak_of_activations(shape, precision), parameters_of(shape) * BYTES_PER_PARAMETER[precision]
     size = peak + int(0.3 * data)
-    device = SlowDevice(ThrottledLinks(LINK_BYTES_PER_S))
+    device, copied_s = SlowDevice(ThrottledLinks(LINK_BYTES_PER_S)), list[float]()
+
+    def counted() -> None:
+        device.copied_s.clear()
+        step()
+        copied_s.append(sum(device.copied_s))
+
     with under(shape, precision, device=device, budget=Budget(device=size, host=HOST)) as (model, step):
         warm_up = 3
         ways = plain_ways(shape, precision)
         for _ in range(warm_up):
             step()
         before = moved(model)
-        taken = take_turns({**ways, "emulated": step}, rounds, warm_up=1)
+        taken = take_turns({**ways, "emulated": counted}, rounds, warm_up=1)
         each = (moved(model) - before) / (rounds + 1)
         ratio, found = show_speed(taken, shape, "emulated"), statistics(model)
+    computed = [all_s - copy_s for all_s, copy_s in zip(taken["emulated"], copied_s[1:], strict=True)]
+    copied_ms, found_ratios = 1000 * numbers.median(copied_s), ratios(taken[fastest_plain(taken)], computed)
+    print(f"  without the link's copies ({copied_ms:.0f} ms of the computing thread): {spread(found_ratios)}")
     least, peak_bytes = least_moved(shape, precision, size, peak), found.tiers["device"].peak_bytes
     on_host = least_moved(shape, precision, size, peak, on_host=True)
     print(f"  moved {each / 1e6:.1f} MB a step, at least {least / 1e6:.1f}: {least / each:.3f}")

@@ -155,8 +155,8 @@ chunks of rows; checkpoints leave the GPU where that helps. TFLOPS count 8 opera
 
 Speeds are what the engine makes of a plan. The CPU steps beside the next forward pass, which waits for each group's
 step before it needs the group ([ADR 42](adr/0042-steps-beside-the-next-pass.md)). *Bound* is what the plan would allow
-if the step overlapped backward too: 6.7B (`gpt-32x4096`) in 24 GiB of an H200, batch 8, checkpoints kept, takes 1,400
-ms where the bound is 1,262. Several processes follow [one plan](distributed.md#order) too, and each one's cores step
+if the step overlapped backward too: 6.7B (`gpt-32x4096`) in 24 GiB of an H200, batch 8, checkpoints kept, takes 1,380
+ms where the bound is 1,230. Several processes follow [one plan](distributed.md#order) too, and each one's cores step
 its shards in the same way.
 
 The published figures are those of the PatrickStar papers (arXiv 2108.05818; IEEE TPDS 34(1)), read off their

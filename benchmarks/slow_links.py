@@ -72,10 +72,14 @@ class SlowDevice(CpuDevice):
         super().__init__(name="emulated")
         self.synchronous = False
         self._links = links
+        self.copied_s: list[float] = []
+        """Seconds of each copy so far, which the thread that computes makes here, and a link elsewhere."""
 
     def copy(self, queue: Queue, target: Tensor, source: Tensor) -> None:
         self._links.copy(queue, target.nbytes)
+        begin = time.perf_counter()
         super().copy(queue, target, source)
+        self.copied_s.append(time.perf_counter() - begin)
 
     def record(self, queue: Queue) -> Event:
         return LateEvent(queue, self._links.ready_s(queue))

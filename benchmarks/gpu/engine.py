@@ -278,18 +278,21 @@ def largest(limit_s: float, keep: Callable[[list[Row]], None]) -> list[Row]:
     return rows
 
 
-def sizes(cases: Sequence[Case], limit_s: float, keep: Callable[[list[Row]], None], folder: Path) -> list[Row]:
+def sizes(
+    cases: Sequence[Case], limit_s: float, keep: Callable[[list[Row]], None], machine: Path, timelines: Path
+) -> list[Row]:
     """Each case by itself: three steps after those that warm it up, then three under the engine's profiler.
 
-    Plans are made with what calibration has left in the folder, and timelines are written there.
+    Plans are made with the machine file that calibration has left, if any.
     """
     rows: list[Row] = []
-    end, machine = time.monotonic() + limit_s, folder / "machine.toml"
+    end = time.monotonic() + limit_s
+    timelines.mkdir(parents=True, exist_ok=True)
     for index, case in enumerate(cases):
         if (left := end - time.monotonic()) < 30:
             break
         told = replace(
-            case, machine=str(machine) if machine.is_file() else None, timeline=str(folder / f"timeline-{index}")
+            case, machine=str(machine) if machine.is_file() else None, timeline=str(timelines / f"timeline-{index}")
         )
         rows += together(Group(cases=(told,), turns=1, steps=3, limit_s=left, profiled=3), left)
         show(rows[-1:])
@@ -325,6 +328,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=400.0, help="for everything together")
     parser.add_argument("--largest", action="store_true", help="only how large a model can be")
     parser.add_argument("--sizes", action="store_true", help="only a few sizes, each profiled")
+    parser.add_argument("--timelines", type=Path, default=Path(), help="the folder for those of the sizes")
     parser.add_argument("--compared", action="store_true", help="only the comparisons that need other packages")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU: shows that this runs")
     options = parser.parse_args()
@@ -337,8 +341,8 @@ def main() -> int:
     if options.largest and not options.dry_run:
         rows = largest(options.seconds, keep)
     if options.sizes:
-        folder = Path() if options.json is None else options.json.parent
-        rows = sizes(DRY_SIZES if options.dry_run else SIZES, options.seconds, keep, folder)
+        machine = (Path() if options.json is None else options.json.parent) / "machine.toml"
+        rows = sizes(DRY_SIZES if options.dry_run else SIZES, options.seconds, keep, machine, options.timelines)
     groups: Sequence[Group] = DRY if options.dry_run else GROUPS
     if options.compared:
         groups = carried(DRY_COMPARED if options.dry_run else COMPARED)

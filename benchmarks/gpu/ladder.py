@@ -1,22 +1,24 @@
 """The first thing to run on a card: short checks, each on what those before it have shown to work.
 
-Each rung has a process of its own and a limit in seconds. The first that fails is run once more, with launches that
-wait and with the stacks of C++; what comes after it is not run. ``--dry-run`` runs all of them on the CPU, on the
-device that the engine's tests play.
+Each rung has a process of its own and a limit in seconds. One that takes longer says where all its threads are, and is
+ended. The first that fails is run once more, with launches that wait and with the stacks of C++; what comes after it is
+not run. ``--dry-run`` runs all of them on the CPU, on the device that the engine's tests play.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,7 @@ def links() -> None:
     print(f"pinning: {2 * size / (time.perf_counter() - start) / 1e9:.2f} GB/s")
     assert DRY or all(arena.pinned for arena in arenas), "host memory is not pinned"
     up, down = (arena.tensor(0, size, torch.uint8) for arena in arenas)
-    up.random_(0, 256)
+    torch.arange(size // 8, out=up.view(torch.int64))
     into, of = (torch.zeros(size, dtype=torch.uint8, device=WHERE) for _ in range(2))
     of.copy_(up)
     pairs = {"up": [(into, up)], "down": [(down, of)], "both ways": [(into, up), (down, of)]}
@@ -87,19 +89,56 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
+def compiling() -> None:
+    """Compile all kernels, for the processor and for the card; later rungs load them."""
+    import ps_kernels
+
+    found = ps_kernels.backends()
+    print("\n".join([*ps_kernels.warm(), f"{found}"]))
+    assert found["scalar"] == "available", f"no compiled C: {found['scalar']}"
+    assert DRY or found["cuda"] == "available", f"no kernels for CUDA: {found['cuda']}"
+
+
 def kernels() -> None:
-    """Compile every kernel, and run each on small arrays."""
+    """Run every kernel on small arrays, the processor's too; a step has the same bits in each instruction set."""
     from exercise import exercise
 
     import ps_kernels
 
-    found = ps_kernels.backends()
-    print(found)
-    assert DRY or found["cuda"] == "available", f"no kernels for CUDA: {found['cuda']}"
-    for length in (1, 1003, 70_001):
-        for shift in (0, 1):
-            exercise(length, shift, WHERE)
+    for where in {"cpu", WHERE}:
+        for length in (1, 1003, 70_001):
+            for shift in (0, 1):
+                exercise(length, shift, where)
     wait()
+    states = ps_kernels.backends().items()
+    stepped = {name: one_step(name) for name, state in states if state == "available" and name != "numpy"}
+    for name, values in stepped.items():
+        same = [torch.equal(*pair) for pair in zip(values, stepped["scalar"], strict=True)]
+        print(name, same)
+        assert all(same), f"{name}: other bits than scalar C"
+
+
+def one_step(backend: str) -> list[torch.Tensor]:
+    """Return what Adam, and a norm, make of the same numbers."""
+    import ps_kernels
+
+    where, generator = WHERE if backend == "cuda" else "cpu", torch.Generator().manual_seed(5)
+    p, m, v, grad = (torch.rand(70_001, generator=generator).to(where) for _ in range(4))
+    out, norm = torch.zeros(70_001, dtype=torch.bfloat16, device=where), torch.zeros(2, device=where)
+    ps_kernels.sumsq_finite(grad, norm, backend=backend)
+    ps_kernels.adam_step(p, m, v, grad, out, step=3, lr=1e-2, weight_decay=0.1, backend=backend)
+    return [each.cpu() for each in (p, m, v, out, norm)]
+
+
+def plain_loop() -> None:
+    """Train a tiny model without the engine, twice: the bits are the same, so what rungs compare can be."""
+    on = of_tests()
+    for precision in ("bf16", "fp32"):
+        runs = [on.train_plain(on.ADAMW, precision, max_grad_norm=0.5) for _ in range(2)]
+        wrong = runs[0].differs(runs[1])
+        print(precision, runs[0].losses)
+        assert not wrong, wrong
+        assert runs[0].losses[-1] < runs[0].losses[0]
 
 
 def order() -> None:
@@ -114,6 +153,9 @@ def order() -> None:
         size = MIB
         arena, source, target = device.arena(4 * size), device.host(size), device.host(size)
         assert DRY or source.is_pinned()
+        arena.mul_(1)  # the first launch of a kernel loads it, which may wait for the whole card
+        device.synchronize()
+        at_once = DRY or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
         for value in range(1, 9):
             source.fill_(value)
             target.zero_()
@@ -130,7 +172,7 @@ def order() -> None:
             device.wait(Queue.D2H, device.record(Queue.COMPUTE))
             device.copy(Queue.D2H, target, part)
             done = device.record(Queue.D2H)
-            assert DRY or not bool(target.any()), "the copy down did not wait for the copy up"
+            assert at_once or not bool(target.any()), "the copy down did not wait for the copy up"
             device.wait(Queue.CPU, done)
             assert bool((target == 2 * value).all()), f"expected {2 * value} everywhere, found {target.unique()}"
         del source, target, part, arena
@@ -160,33 +202,64 @@ def tiny() -> None:
     assert run.losses == plain.losses, f"a plain loop: {plain.losses}"
 
 
+def tight_bytes(on: Any) -> int:
+    """About the least that the tiny model trains in; the first rung that needs it leaves it for the others."""
+    folder = os.environ.get("PS_LADDER_FOLDER")
+    kept = None if folder is None else Path(folder) / "tight_bytes"
+    if kept is not None and kept.is_file():
+        return int(kept.read_text("ascii"))
+    found = int(on.tight())
+    if kept is not None:
+        kept.write_text(str(found), "ascii")
+    return found
+
+
 def tight() -> None:
-    """Train it in hardly any memory, in each mode: the bits are those of a roomy budget."""
+    """Train it in hardly any memory: the bits are a plain loop's."""
     on = of_tests()
-    for precision, micro_batches, checkpointing in (("bf16", 1, False), ("fp32", 1, False), ("bf16", 2, True)):
-        how = {"precision": precision, "micro_batches": micro_batches, "checkpointing": checkpointing}
-        least = on.tight(precision, micro_batches, checkpointing=checkpointing)
-        runs = [on.train(on.ADAMW, size, max_grad_norm=0.5, **how) for size in (least, ROOMY)]
-        wrong = runs[0].differs(runs[1])
-        print(how, f"{least:,} bytes", runs[0].statistics.moved_bytes)
-        assert not wrong, wrong
-        assert runs[0].statistics.evictions > 0, "nothing was evicted"
+    check_tight(on, tight_bytes(on), "bf16", 1, checkpointing=False)
+
+
+def accumulated() -> None:
+    """Train it so in fp32, and with recomputed blocks and several passes a step."""
+    on = of_tests()
+    for precision, micro_batches, checkpointing in (("fp32", 1, False), ("bf16", 2, True)):
+        size = on.tight(precision, micro_batches, checkpointing=checkpointing)
+        check_tight(on, size, precision, micro_batches, checkpointing=checkpointing)
+
+
+def check_tight(on: Any, size: int, precision: str, micro_batches: int, *, checkpointing: bool) -> None:
+    """Compare a training with a plain loop, in which no block is recomputed."""
+    how = {"precision": precision, "micro_batches": micro_batches, "max_grad_norm": 0.5}
+    run = on.train(on.ADAMW, size, checkpointing=checkpointing, **how)
+    plain = on.train_plain(on.ADAMW, **how)
+    wrong = plain.differs(run)
+    print(how, f"{size:,} bytes", run.statistics.moved_bytes)
+    assert not wrong, wrong
+    assert run.statistics.evictions > 0, "nothing was evicted"
 
 
 def in_backward() -> None:
-    """Step groups within backward, in hardly any memory and with room: the bits are those of steps behind it."""
+    """Step groups within backward: the bits are those of steps behind it."""
     on = of_tests()
-    from ps_core import Options
-
-    early = Options(group_bytes=32 * 1024, poison=True, step="in_backward")
     expected = on.train(on.ADAMW, ROOMY, precision="bf16", steps=6)
-    for size in (on.tight(), ROOMY):
-        run = on.train(on.ADAMW, size, precision="bf16", steps=6, options=early)
-        run.norms = expected.norms  # it keeps no gradient to measure them
-        wrong = expected.differs(run)
-        print(f"{size:,} bytes", run.statistics.planned_passes, run.losses)
-        assert not wrong, wrong
-        assert run.statistics.planned_passes >= 3
+    run = on.train_early("in_backward", tight_bytes(on), precision="bf16", steps=6)
+    print(run.early, run.losses)
+    run.norms = expected.norms  # it keeps no gradient to measure them
+    wrong = expected.differs(run)
+    assert not wrong, wrong
+
+
+def undone_steps() -> None:
+    """Step groups within backward and undo that where gradients are clipped: the bits are those of steps behind it."""
+    on = of_tests()
+    how: dict[str, Any] = {"precision": "bf16", "steps": len(on.LIMITS), "max_grad_norm": on.LIMITS}
+    expected = on.train(on.ADAMW, ROOMY, **how)
+    run = on.train_early("speculative", tight_bytes(on), on.LIMITS.index(on.STRICT), **how)
+    wrong = expected.differs(run)
+    print(run.early, "undone:", run.statistics.undone_group_steps, run.losses)
+    assert not wrong, wrong
+    on.check_undone(run)
 
 
 def torch_optimizer() -> None:
@@ -195,7 +268,7 @@ def torch_optimizer() -> None:
     from ps_core import TorchOptimizer
 
     spec = TorchOptimizer(torch.optim.NAdam, lr=1e-3)
-    roomy, tight = (on.train(spec, size, precision="bf16", max_grad_norm=0.5) for size in (ROOMY, on.tight()))
+    roomy, tight = (on.train(spec, size, precision="bf16", max_grad_norm=0.5) for size in (ROOMY, tight_bytes(on)))
     print(roomy.losses, tight.losses, roomy.on_device, tight.on_device)
     assert roomy.on_device > tight.on_device
     apart = max(abs(one - other) for one, other in zip(roomy.losses, tight.losses, strict=True))
@@ -208,7 +281,7 @@ def profile() -> None:
     from ps_core.engine import profiled
 
     torch.manual_seed(3)
-    with on.managed(on.Model(), on.ADAMW, on.tight(), precision="bf16") as (model, optimizer, _):
+    with on.managed(on.Model(), on.ADAMW, tight_bytes(on), precision="bf16") as (model, optimizer, _):
         for index in range(3):
             on.train_step(model, optimizer, index)
         with profiled(model) as seen:
@@ -232,7 +305,7 @@ def out_of_memory() -> None:
     """Ask for more than there is, in forward and in backward: the step is lost, and training goes on."""
     on = of_tests()
     torch.manual_seed(3)
-    with on.managed(on.Model(), on.ADAMW, on.tight(), precision="bf16") as (model, optimizer, device):
+    with on.managed(on.Model(), on.ADAMW, tight_bytes(on), precision="bf16") as (model, optimizer, device):
         runtime = device._runtime
         for index in range(3):
             on.train_step(model, optimizer, index)
@@ -256,7 +329,7 @@ def out_of_memory() -> None:
 def side_stream() -> None:
     """Train on streams that take turns: the losses are those of one stream."""
     on = of_tests()
-    expected = on.train(on.ADAMW, on.tight(), precision="bf16").losses
+    expected = on.train(on.ADAMW, tight_bytes(on), precision="bf16").losses
     losses, runtime = [], on.new_runtime()
     streams = [runtime.stream(), runtime.stream(), runtime.current()]
     if DRY:
@@ -265,7 +338,7 @@ def side_stream() -> None:
     else:
         on.warm_up(*streams)  # cuBLAS has a workspace for each
     torch.manual_seed(3)
-    with on.managed(on.Model(), on.ADAMW, on.tight(), precision="bf16", runtime=runtime) as (model, optimizer, _):
+    with on.managed(on.Model(), on.ADAMW, tight_bytes(on), precision="bf16", runtime=runtime) as (model, optimizer, _):
         for index in range(on.STEPS):
             stream = streams[index % 3]
             if not DRY:
@@ -298,57 +371,80 @@ def gpt() -> None:
 
 
 RUNGS: dict[str, tuple[Callable[[], None], int]] = {
-    "versions": (versions, 15),
+    "versions": (versions, 30),  # CuPy and the driver are read from the disk
     "links": (links, 15),
-    "kernels": (kernels, 60),  # which are compiled here, the first time
+    "compiling": (compiling, 60),
+    "kernels": (kernels, 15),
+    "plain loop": (plain_loop, 30),  # cuBLAS is read from the disk
     "order": (order, 15),
     "tiny": (tiny, 20),
-    "tight": (tight, 40),
-    "in backward": (in_backward, 30),
-    "torch optimizer": (torch_optimizer, 30),
-    "profile": (profile, 20),
-    "out of memory": (out_of_memory, 20),
-    "side stream": (side_stream, 20),
+    "tight": (tight, 15),
+    "accumulated": (accumulated, 20),
+    "in backward": (in_backward, 15),
+    "undone steps": (undone_steps, 20),
+    "torch optimizer": (torch_optimizer, 15),
+    "profile": (profile, 15),
+    "out of memory": (out_of_memory, 15),
+    "side stream": (side_stream, 15),
     "GPT": (gpt, 40),
 }
-"""Each rung, and the most seconds it may take: 15, and more where a kernel or a plan is made first."""
+"""Each rung, and the most seconds it may take: 15, and more where something large is read, made or planned first."""
+INTERRUPTED = 130
 
 
 def climb(dry: bool, rungs: list[str]) -> int:
     """Run rungs until one fails; run that again so that it says more. Return the exit status."""
-    environment = os.environ | ({"PS_FAKE_CUDA": "1"} if dry else {})
-    for name in rungs:
-        status, taken, said = attempt(name, RUNGS[name][1] * (20 if dry else 1), environment)
-        print(f"{'ok' if status == 0 else 'FAILED'} {name}, {taken:.1f} s")
-        print(indented(said[-3:] if status == 0 else said[-40:]), flush=True)
-        if status:
-            print(f"{name} again, with launches that wait and stacks of C++")
-            more = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_SHOW_CPP_STACKTRACES": "1", "PYTHONFAULTHANDLER": "1"}
-            status, taken, said = attempt(name, 2 * RUNGS[name][1] * (20 if dry else 1), environment | more)
-            print(f"{'ok this time' if status == 0 else 'FAILED again'}, {taken:.1f} s")
-            print(indented(said[-60:]), flush=True)
-            return 1
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"PS_LADDER_FOLDER": folder} | ({"PS_FAKE_CUDA": "1"} if dry else {})
+        for name in rungs:
+            limit_s = RUNGS[name][1] * (20 if dry else 1)
+            print(f"{name}, at most {limit_s} s", flush=True)
+            status, taken, said = attempt(name, limit_s, environment)
+            print(f"{'ok' if status == 0 else 'FAILED'} {name}, {taken:.1f} s")
+            print(indented(said[-3:] if status == 0 else said[-40:]), flush=True)
+            if status == INTERRUPTED:
+                return 1
+            if status:
+                print(f"{name} again, with launches that wait and stacks of C++", flush=True)
+                more = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
+                status, taken, said = attempt(name, 2 * limit_s, environment | more)
+                print(f"{'ok this time' if status == 0 else 'FAILED again'}, {taken:.1f} s")
+                print(indented(said[-60:]), flush=True)
+                return 1
     print(f"ladder: all {len(rungs)} rungs hold")
     return 0
 
 
 def attempt(name: str, limit_s: float, environment: dict[str, str]) -> tuple[int, float, list[str]]:
     """Run a rung in a process of its own; return its status, the seconds that it took, and what it said."""
-    start = time.monotonic()
+    start, why = time.monotonic(), []
     command = [sys.executable, "-X", "faulthandler", __file__, "--rung", name]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
-    )
-    try:
-        said, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        said = process.communicate()[0].rstrip() + f"\nstopped after {limit_s:.0f} s"
-    return process.returncode, time.monotonic() - start, said.splitlines()
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status, why = 124, [f"stopped after {limit_s:.0f} s"]
+        except KeyboardInterrupt:
+            status, why = INTERRUPTED, ["interrupted"]
+        for number in (signal.SIGUSR1, signal.SIGKILL):  # the first makes it say where its threads are
+            if process.poll() is None:
+                process.send_signal(number)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
+        output.seek(0)
+        said = output.read().splitlines()
+    return status, time.monotonic() - start, said + why
 
 
 def indented(lines: list[str]) -> str:
     return "\n".join(f"    {line[:300]}" for line in lines)
+
+
+def interrupt_once(*_: object) -> None:
+    """Raise KeyboardInterrupt, but not again: ``timeout`` sends its signal twice."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -357,8 +453,10 @@ def main() -> int:
     parser.add_argument("--rung", choices=RUNGS, help="this one alone, in this process")
     parser.add_argument("--only", nargs="+", choices=RUNGS, help="these rungs")
     told = parser.parse_args()
+    signal.signal(signal.SIGINT, interrupt_once)
     if told.rung is None:
         return climb(told.dry_run, told.only or list(RUNGS))
+    faulthandler.register(signal.SIGUSR1, chain=True)
     RUNGS[told.rung][0]()
     return 0
 

@@ -1,14 +1,16 @@
 #!/bin/sh
 # Tests and benchmarks that need a CUDA device, from a plain checkout: nothing is installed, nothing is downloaded.
 # Needs Python with torch, CuPy, numpy, pytest and hypothesis. PYTHON names another interpreter; results go to $OUT:
-# log.txt, summary.json, kernels.json, training.json and others, machine.txt, and report.md, which says it all.
+# log.txt, summary.json, kernels.json, training.json and others, machine.txt, and report.md, which says it all. They are
+# there whenever this ends: a part's output goes to log.txt at once, and report.md is written anew after each part.
 # Where there is no device, and with --dry-run, the same parts run on the CPU with small arrays: that they run is all
 # that this shows.
 # PARTS names some of "ladder calibration sizes training compared tests kernels engine ranks sanitizer largest" (default:
 # all, in this order). All together take at most LIMIT seconds (default: 570); parts for which no time is left are named
 # at the end, for another call. The ladder is a row of short checks; where one fails, no part comes after it. Three calls
 # of ten minutes: PARTS="ladder calibration sizes tests", "training compared kernels", "engine ranks sanitizer largest".
-# Of sizes, timeline-*.json open in Perfetto, with what was measured and what was planned; timeline-*.svg show one step.
+# Of sizes, timelines.zip has *.json, which open in Perfetto, with what was measured and what was planned, and *.svg,
+# which show one step.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 python=${PYTHON:-python3}
@@ -16,6 +18,15 @@ out=${OUT:-out/gpu}
 mkdir -p "$out" || exit 1
 out=$(cd "$out" && pwd)
 scratch=$(mktemp -d) || exit 1
+child=""
+# Told to end, it interrupts the part that runs, and leaves the others out; what is known by then is reported.
+interrupt() {
+    trap '' INT TERM HUP
+    end=0
+    status=1
+    [ -n "$child" ] && kill -INT "$child" 2>/dev/null && wait "$child"
+}
+trap interrupt INT TERM HUP
 trap 'rm -rf "$scratch"' EXIT
 # What is compiled on the spot goes where the next part finds it, and not among the results.
 : "${PS_KERNELS_CACHE:=$scratch/kernels}" "${CUPY_CACHE_DIR:=$scratch/cupy}"
@@ -57,10 +68,15 @@ part() {
     done
     echo "== $name (at most $limit s)"
     began=$(date +%s)
+    echo "== $name" >>"$out/log.txt"
+    before=$(wc -l <"$out/log.txt")
     # Interrupted, not ended: then pytest still says what has failed.
-    timeout -s INT -k 10 "$limit" "$@" >"$scratch/$name.log" 2>&1
+    timeout -s INT -k 10 "$limit" "$@" >>"$out/log.txt" 2>&1 &
+    child=$!
+    wait "$child"
     code=$?
-    { echo "== $name"; cat "$scratch/$name.log"; } >>"$out/log.txt"
+    child=""
+    tail -n "+$((before + 1))" "$out/log.txt" >"$scratch/$name.log"
     if [ "$code" -eq 0 ]; then lines=12; else lines=60; fi
     tail -n "$lines" "$scratch/$name.log" | cut -c 1-400
     [ "$code" -eq 124 ] || [ "$code" -eq 137 ] && echo "$name: stopped after $limit s"
@@ -68,7 +84,13 @@ part() {
     parts="$parts${parts:+, }\"$name\": $code"
     echo "$name took $(($(date +%s) - began)) s"
     printf '{"device": %s, "exit_status": {%s}}\n' "$device" "$parts" >"$out/summary.json"
+    report
     return 0
+}
+
+report() {
+    timeout 20 "$python" benchmarks/gpu/report.py "$out" >"$scratch/report.md" && mv "$scratch/report.md" "$out" ||
+        echo "no report.md"
 }
 
 device=true
@@ -88,7 +110,7 @@ if [ "$device" = false ] || [ "${1:-}" = --dry-run ]; then
     echo "DRY RUN: every part on the CPU, with small arrays; the figures mean nothing."
     dry=--dry-run
     # On a device that the CPU plays: a few of the engine's, which take a while there.
-    few="figures or fp16-1-True or one-bf16 or meta_alone"
+    few="figures or fp16-1-True or one-bf16 or meta_alone or undone"
 else
     facts=name,driver_version,memory.total,clocks.sm,clocks.max.sm,pcie.link.gen.max,pcie.link.width.max,mig.mode.current
     timeout 20 nvidia-smi --query-gpu=$facts --format=csv 2>&1 || echo "nvidia-smi says nothing"
@@ -106,6 +128,7 @@ is_wanted() { case $wanted in *" $1 "*) return 0 ;; esac && return 1; }
 own="tests/gpu/test_cuda.py tests/gpu/test_kernels.py tests/gpu/test_properties.py"
 played="env PS_FAKE_CUDA=${dry:+1}"
 engine="$python benchmarks/gpu/engine.py $dry --seconds @LEFT"
+report
 is_wanted ladder && part ladder 240 "$python" benchmarks/gpu/ladder.py $dry
 if [ "$status" -ne 0 ]; then
     echo "the ladder does not hold: nothing else is run"
@@ -113,7 +136,10 @@ if [ "$status" -ne 0 ]; then
 fi
 is_wanted calibration &&
     part calibration 150 "$python" -m ps_core.cli doctor --calibrate --out "$out/machine.toml"
-is_wanted sizes && part sizes 240 $engine --sizes --json "$out/sizes.json"
+if is_wanted sizes; then
+    part sizes 240 $engine --sizes --json "$out/sizes.json" --timelines "$scratch/timelines"
+    [ -d "$scratch/timelines" ] && "$python" -m zipfile -c "$out/timelines.zip" "$scratch/timelines/"*
+fi
 is_wanted training && part training 400 $engine --json "$out/training.json"
 is_wanted compared && part compared 300 $engine --compared --json "$out/compared.json"
 is_wanted tests && part tests 150 $pytest $own
@@ -123,7 +149,6 @@ is_wanted engine && part engine 210 $played $pytest tests/gpu/test_engine.py -k 
 is_wanted ranks && part ranks 180 $played $pytest tests/gpu/test_ranks.py -k "$few"
 is_wanted sanitizer && part sanitizer 230 env PS_SANITIZER_SECONDS=105 $pytest tests/gpu/test_sanitizer.py
 [ -z "$dry" ] && is_wanted largest && part largest 500 $engine --largest --json "$out/largest.json"
-timeout 20 "$python" benchmarks/gpu/report.py "$out" >"$out/report.md" || echo "no report.md"
 echo "== table"
 for each in kernels sizes training compared largest; do
     log=$scratch/$each.log

@@ -37,14 +37,13 @@ STEPS = 2
 @contextmanager
 def from_card_to_card(each: ps_dist.TorchCollectives, wanted: bool = True) -> Iterator[None]:
     """As with NCCL, whose messages gloo carries here: between devices that the CPU plays it can."""
-    session = each._session
     if wanted:
         each.use_nccl(each.nccl_messages(each._groups.host, torch.device("cpu")))
         assert each.statistics().transport == "nccl"
     try:
         yield
     finally:
-        each._nccl, each._session = None, session
+        each._session.nccl = None
 
 
 @dataclass
@@ -270,8 +269,8 @@ def waits_on_its_stream(each: ps_dist.TorchCollectives, fault: str) -> str:
     if is_late and fault == "ended":
         os.kill(os.getpid(), signal.SIGKILL)
     with from_card_to_card(each), ExitStack() as stack:
-        stack.enter_context(mock.patch.object(each._nccl, "gather"))
-        stack.enter_context(mock.patch.object(each._nccl, "mark", marks.popleft))
+        stack.enter_context(mock.patch.object(each._session.nccl, "gather"))
+        stack.enter_context(mock.patch.object(each._session.nccl, "mark", marks.popleft))
         each._watchdog.abort = aborted.set
         if not (is_late and fault == "late"):
             each.start(job).wait()  # it is launched, and no thread waits for its end

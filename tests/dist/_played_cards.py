@@ -19,9 +19,9 @@ class OnStream:
         with self._carrier.on_stream(what, (shard,), (into,)):
             self._session.all_gather(into, shard, what)
 
-    def reduce_scatter(self, into: Tensor, source: Tensor, scratch: Tensor, what: str, **how: Any) -> None:
+    def reduce_scatter(self, into: Tensor, source: Tensor, scratch: Tensor, what: str) -> None:
         with self._carrier.on_stream(what, (source,), (into, scratch)):
-            self._session.reduce_scatter(into, source, scratch, what, **how)
+            self._session.reduce_scatter(into, source, scratch, what)
 
 
 def launch_on_stream(each: Together) -> None:

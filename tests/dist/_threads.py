@@ -83,19 +83,10 @@ class Session:
         with torch.inference_mode():  # a transport writes whatever it is given
             into.copy_(torch.cat([rows[peer] for peer in self._mesh.shard_peers]))
 
-    def reduce_scatter(
-        self,
-        into: Tensor,
-        source: Tensor,
-        scratch: Tensor,
-        what: str,
-        *,
-        kind: torch.dtype,
-    ) -> None:
-        assert source.dtype is kind
+    def reduce_scatter(self, into: Tensor, source: Tensor, scratch: Tensor, what: str) -> None:
         rows = self._meeting.exchange(self._rank, f"sum {what}", source.clone())
         numel, mesh = into.numel(), self._mesh
-        self.received_bytes += (mesh.shards - 1) * numel * kind.itemsize
+        self.received_bytes += (mesh.shards - 1) * numel * source.itemsize
         mine, sums = slice(mesh.shard * numel, (mesh.shard + 1) * numel), []
         for first in range(0, mesh.size, mesh.shards):
             sums.append(reduce(torch.add, [row[mine].float() for row in rows[first : first + mesh.shards]]))

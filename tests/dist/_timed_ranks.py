@@ -121,18 +121,10 @@ class StreamCollectives:
             with torch.inference_mode():
                 into.copy_(torch.cat(rows))
 
-    def reduce_scatter(
-        self,
-        into: Tensor,
-        source: Tensor,
-        scratch: Tensor,
-        what: str,
-        *,
-        kind: torch.dtype,
-    ) -> None:
+    def reduce_scatter(self, into: Tensor, source: Tensor, scratch: Tensor, what: str) -> None:
         with self._carrier.on_stream(what, (source,), (into, scratch)):
             numel, rank = into.numel(), self._session._rank
-            rows = self._together(f"sum {what}", source.clone(), numel * kind.itemsize)
+            rows = self._together(f"sum {what}", source.clone(), numel * source.itemsize)
             parts = [row[rank * numel : (rank + 1) * numel].float() for row in rows]
             total = parts[0]
             for part in parts[1:]:

@@ -60,10 +60,10 @@ def spoilt(self: NcclMessages, operation: str, tag: int, peers: Any, into: Tenso
 
 @contextmanager
 def as_if_each_had_a_card(each: ps_dist.TorchCollectives) -> Iterator[None]:
-    before = each._nccl, each._session
+    before = each._session.nccl
     with mock.patch.object(_transport, "own_card", return_value=[1.0, float(each.mesh.rank)]):
         yield
-    each._nccl, each._session = before
+    each._session.nccl = before
 
 
 def choose(

@@ -23,10 +23,12 @@ from ps_dist._shared_memory import CommonMemory
 WIDTH, LAYERS, PAGE = 40, 3, os.sysconf("SC_PAGE_SIZE")
 
 
-def made(each: Together, *, common: bool = True) -> tuple[Any, Any]:
+def made(each: Together, *, common: bool = True, frozen: int = 0, layers: int = LAYERS) -> tuple[Any, Any]:
+    """Make the same model on all ranks; its last ``frozen`` layers are not trained."""
     if not common:
         each.common_memory = None
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    model[layers - frozen :].requires_grad_(False)
     seeded = torch.Generator().manual_seed(0)  # ranks are threads, which share PyTorch's own generator
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=WIDTH**-0.5, generator=seeded)
@@ -78,6 +80,24 @@ def test_weights_take_no_memory_twice() -> None:
     assert all(map(torch.equal, values, others))
     whole = 4 * sum(value.numel() for value in values)
     assert copied - mapped > 0.9 * whole
+
+
+def test_gradients_leave_their_memory_once_they_are_summed() -> None:
+    """With any number of layers, gradients of a few are there at a time, however large the budget is."""
+
+    def transient(each: Together, layers: int) -> float:
+        model, optimizer = made(each, layers=layers)
+        for step in range(4):
+            stepped(model, optimizer, each, step)
+        found = statistics(model)
+        assert found.divergences == 0
+        kept = found.bytes_per_parameter * sum(parameter.numel() for parameter in model.parameters())
+        release(model)
+        return found.tiers["host"].peak_bytes - kept
+
+    less, more = (run(2, lambda each, layers=layers: transient(each, layers))[0][0] for layers in (LAYERS, 3 * LAYERS))
+    gradient = 4 * WIDTH * (WIDTH + 1)
+    assert more - less < gradient
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -240,3 +260,60 @@ def test_a_rank_that_freed_the_model_is_named() -> None:
 
     with going_by(plan=False):
         run(2, leaves)
+
+
+def frozen_at_first(each: Together) -> tuple[Any, Any, CommonMemory]:
+    """Return a model of which all layers but the first are frozen, with the memory of its weights."""
+    found: list[CommonMemory] = []
+    make = each.common_memory
+    assert make is not None
+
+    def remember(size_bytes: int) -> CommonMemory:
+        found.append(make(size_bytes))
+        return found[0]
+
+    each.common_memory = remember
+    model, optimizer = made(each, frozen=2)
+    return model, optimizer, found[0]
+
+
+@pytest.mark.parametrize("plan", [True, False])
+def test_weights_that_are_unfrozen_leave_the_memory_that_ranks_map(plan: bool) -> None:
+    """They are trained where each rank has its shard."""
+
+    def thaws(each: Together) -> tuple[int, int]:
+        model, optimizer, memory = frozen_at_first(each)
+        for step in range(2):
+            stepped(model, optimizer, each, step)
+        before = os.fstat(memory._file).st_blocks * 512
+        model.requires_grad_(True)
+        stepped(model, optimizer, each, 2)
+        after = os.fstat(memory._file).st_blocks * 512
+        stepped(model, optimizer, each, 3)
+        release(model)
+        return before, after
+
+    group_bytes = -(-4 * WIDTH * (WIDTH + 1) // PAGE) * PAGE
+    with going_by(plan=plan):
+        assert run(2, thaws)[0] == [(LAYERS * group_bytes, group_bytes)] * 2
+
+
+def test_an_alias_of_weights_that_are_unfrozen_keeps_them() -> None:
+    def thaws(each: Together) -> int:
+        model, optimizer, memory = frozen_at_first(each)
+        stepped(model, optimizer, each, 0)
+        kept: list[torch.Tensor] = []
+        if each.rank:
+            handle = model[2].register_forward_hook(lambda layer, *_: kept.append(layer.weight.detach()))
+        stepped(model, optimizer, each, 1)
+        if each.rank:
+            handle.remove()
+        stepped(model, optimizer, each, 2)
+        wanted = model.state_dict()["2.weight"]
+        model.requires_grad_(True)
+        stepped(model, optimizer, each, 3)
+        assert all(torch.equal(each, wanted) for each in kept)
+        return os.fstat(memory._file).st_blocks * 512
+
+    found, _ = run(2, thaws)
+    assert found[0] == found[1] > 0

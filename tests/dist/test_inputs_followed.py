@@ -58,7 +58,8 @@ def not_started_by_torchrun() -> None:
         with refused("run torchrun --nproc-per-node=N your_program.py"):
             ps_dist.connect()
     program = Path("program.py")
-    program.write_text("import ps_dist\nwith ps_dist.connect() as together:\n    print(together.ranks)\n", "utf-8")
+    said = "print(f'{together.ranks}\\n', end='', flush=True)"  # in one piece: torchrun starts ranks unbuffered
+    program.write_text(f"import ps_dist\nwith ps_dist.connect() as together:\n    {said}\n", "utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout.split() == ["2", "2"], done.stderr[-2000:]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from _fake_cuda import FakeRuntime
 from _one_process import adds_like
 from _played_cards import launch_on_stream
-from _threads import Together, run
+from _threads import Together, going_by, run
 from _zero_cases import states
 from ps_core import AdamW, Budget, DeviceOutOfMemory, Options
 from ps_core.engine import chunked, release, statistics
@@ -60,8 +60,10 @@ class Eat(torch.autograd.Function):
         return gradient, None
 
 
-def made(each: Together | None, precision: str, device: Any, parts: int) -> tuple[Any, Any]:
-    model, drawn = Hungry(), torch.Generator().manual_seed(0)
+def made(
+    each: Together | None, precision: str, device: Any, parts: int, kind: type[Hungry] = Hungry
+) -> tuple[Any, Any]:
+    model, drawn = kind(), torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=WIDTH**-0.5, generator=drawn)
     size = WIDTH * (WIDTH + 1) * (4 if precision == "fp32" else 2)
@@ -80,6 +82,19 @@ def made(each: Together | None, precision: str, device: Any, parts: int) -> tupl
 def passed(model: nn.Module, step: int, part: int) -> None:
     inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + part))
     model(inputs).float().square().sum().backward()
+
+
+def stepped_alike(each: Together, ours: tuple[Any, Any], alone: tuple[Any, Any], step: int, precision: str) -> None:
+    """Make a step of the ranks, and the same step in one process; all states are equal."""
+    (model, optimizer), (single, reference) = ours, alone
+    passed(model, step, each.rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    adds_like(each.mesh, single, reference, partial(passed, single, step), each.ranks, rounds=precision != "fp32")
+    reference.step()
+    reference.zero_grad()
+    rows = states(optimizer)
+    assert all(torch.equal(rows[name], value) for name, value in states(reference).items()), step
 
 
 @dataclass
@@ -116,16 +131,7 @@ def train(each: Together, precision: str, told: list[tuple[int, int, str]], step
                     found.failures += 1
                 model.wants = ""
                 optimizer.zero_grad()
-            passed(model, step, each.rank)
-            optimizer.step()
-            optimizer.zero_grad()
-            adds_like(
-                each.mesh, single, reference, partial(passed, single, step), each.ranks, rounds=precision != "fp32"
-            )
-            reference.step()
-            reference.zero_grad()
-            rows = states(optimizer)
-            assert all(torch.equal(rows[name], value) for name, value in states(reference).items()), step
+            stepped_alike(each, (model, optimizer), (single, reference), step, precision)
             found.planned.append(statistics(model).planned_passes)
         found.plans.append(scheduler.plan.fingerprint)
         found.arena_bytes.append(device._owned.bytes)
@@ -159,3 +165,85 @@ def test_ranks_plan_again_no_more_often_than_memory_ran_out() -> None:
         assert each.plans[-1] == each.plans[-2]
         assert each.planned[-1] == each.planned[-2] + 1
     assert [each.failures for each in found] == [5, 5]
+
+
+class Short(FakeRuntime):
+    """Memory of a card, which can run out as the engine takes some."""
+
+    failures = 0
+    """The next allocations that fail."""
+
+    def empty(self, size_bytes: int) -> Tensor:
+        if self.failures:
+            self.failures -= 1
+            self.run_out()
+        return super().empty(size_bytes)
+
+    def run_out(self) -> None:
+        self.allocator.limit_bytes = MUCH
+        try:
+            torch.zeros(MUCH)
+        finally:
+            self.allocator.limit_bytes = 1 << 40
+
+
+class Starved(Hungry):
+    """A model that runs out of memory; then the engine's next allocations fail, too."""
+
+    failures = 0
+    runtime: Any = None
+
+    def eat(self, where: str) -> None:
+        if self.wants == where:
+            self.runtime.failures = self.failures
+            self.runtime.run_out()
+
+
+def starve(each: Together, precision: str, where: str, failures: int) -> list[str]:
+    """Run out on the last rank in the third of five steps; return what was said after the first failure."""
+    runtime, said = Short(each.rank + 1), list[str]()
+    launch_on_stream(each)
+    single, reference = made(None, precision, "cpu", each.ranks)
+    with runtime:
+        model, optimizer = made(each, precision, CudaDevice(runtime), 1, kind=Starved)
+        model.runtime, model.failures = runtime, failures
+        for step in range(5):
+            if step == 2:
+                model.wants = where if each.rank == each.ranks - 1 else ""
+                try:
+                    passed(model, step, each.rank)
+                except DeviceOutOfMemory:
+                    said.append("")
+                model.wants = ""
+                for _ in range(2):
+                    try:
+                        optimizer.zero_grad()
+                        break
+                    except DeviceOutOfMemory as error:
+                        said.append(str(error))
+            stepped_alike(each, (model, optimizer), (single, reference), step, precision)
+        release(model)
+    release(single)
+    return said
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_rank_whose_memory_runs_out_again_takes_part_once_there_is_some(
+    precision: str, where: str, failures: int
+) -> None:
+    with going_by(plan=False):
+        first, last = run(2, starve, precision, where, failures)[0]
+    assert first == []
+    assert len(last) == 1 + failures
+    for text in last[1:]:
+        assert "This rank's pass has ended, but the other ranks wait for that." in text
+        assert "rank 1: memory is short for the sum of layers." in text
+        assert "CUDA out of memory. Tried to allocate 3.8 MiB" in text
+
+
+def test_a_rank_whose_memory_stays_short_says_what_for() -> None:
+    words = r"^rank 1: memory is short for .* call optimizer\.zero_grad\(\), which runs the remaining collectives"
+    with going_by(plan=False), pytest.raises(DeviceOutOfMemory, match=words):
+        run(2, starve, "bf16", "forward", 99)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from threading import Event
 from typing import Any
@@ -11,11 +12,33 @@ import torch
 from torch import nn
 
 from _one_process import adds_like, check_weights
-from _threads import Together, run
+from _threads import Together, going_by, run
 from _zero_cases import states
 from ps_core import AdamW
 from ps_core.engine import chunked, release
+from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._parameters.state_transitions import SlotContents
+from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from test_planned_ranks import WIDTH, Case, Pass, both_trained, gradients_of_both, inputs, one_pass, passed
+
+
+def stepped_alike(
+    each: Together,
+    ours: tuple[Any, Any],
+    alone: tuple[Any, Any],
+    run_alone: Callable[[int], None],
+    count: int,
+    precision: str,
+) -> None:
+    """Step the ranks and one process, in which ``run_alone`` adds the same ``count`` parts; all states are equal."""
+    (model, optimizer), (single, reference) = ours, alone
+    adds_like(each.mesh, single, reference, run_alone, count, rounds=precision != "fp32")
+    for front in (optimizer, reference):
+        front.step()
+        front.zero_grad()
+    found, wanted = states(optimizer), states(reference)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    check_weights(model)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -29,13 +52,7 @@ def test_more_passes_than_the_plan_is_for_give_the_bits_of_one_process(device: s
             for part in range(each.rank, count, 2):
                 passed(model, step, part, count)
             run_alone = partial(passed, single, step, count=count)
-            adds_like(each.mesh, single, reference, run_alone, count, rounds=precision != "fp32")
-            for front in (optimizer, reference):
-                front.step()
-                front.zero_grad()
-            found, wanted = states(optimizer), states(reference)
-            assert all(torch.equal(found[name], value) for name, value in wanted.items())
-            check_weights(model)
+            stepped_alike(each, (model, optimizer), (single, reference), run_alone, count, precision)
         release(model)
         release(single)
 
@@ -170,3 +187,68 @@ def test_one_rank_evaluates_alone_where_there_is_no_plan() -> None:
     assert len(losses) == 1
     assert not none
     assert all(torch.equal(value, other[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_layer_that_is_frozen_is_not_summed_where_no_plan_says_what_is(precision: str) -> None:
+    def steps(each: Together) -> None:
+        case = Case("cpu", precision, 100)
+        (model, optimizer), (single, reference) = case.made(each, 1), case.made(None, 2)
+        for step in range(4):
+            for one in (model, single):
+                one[2].requires_grad_(step % 2 == 0)
+            passed(model, step, each.rank, 2)
+            run_alone = partial(passed, single, step, count=2)
+            stepped_alike(each, (model, optimizer), (single, reference), run_alone, 2, precision)
+        release(model)
+        release(single)
+
+    with going_by(plan=False):
+        _, meeting = run(2, steps)
+    assert meeting.log.count("sum gradients of 2.weight") == 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_rank_does_not_go_past_a_sum_that_it_has_a_gradient_for(precision: str) -> None:
+    """The plan has the experts of two ranks one behind the other; a rank that uses both has its gradients later.
+
+    Nothing before the first expert is trained, so backward does not need that expert's weight.
+    """
+
+    def steps(each: Together) -> None:
+        fronts = both_trained(each, precision, (Pass((0,)), Pass((2, 1))), frozen="stem")
+        for step, parts in enumerate(([Pass((0,)), Pass((0, 1))], [Pass((0,)), Pass((2, 1))]), 2):
+            gradients_of_both(each, fronts, step, parts, precision)
+            for _, optimizer in fronts:
+                optimizer.step()
+                optimizer.zero_grad()
+            found, wanted = (states(optimizer) for _, optimizer in fronts)
+            assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        for model, _ in fronts:
+            release(model)
+
+
+@pytest.mark.parametrize("case", [Case("cpu"), Case("emulated", "bf16", 36)])
+def test_a_shard_that_a_sum_lies_over_is_gathered_from_its_master(case: Case) -> None:
+    def steps(each: Together) -> None:
+        model, optimizer = case.made(each, 1)
+        engine = hooks_of(model).engine
+        residency, group = engine.residency, engine.groups[0]
+        assert isinstance(residency, ShardedResidency)
+        for step in range(2):
+            before, lent = residency.shard_for_peers(group)
+            wanted = before.clone()
+            if lent is not None:
+                residency.return_slot(lent)
+            passed(model, step, each.rank, 2)
+            assert all(record.contents is not SlotContents.WEIGHT for record in group.tensors)
+            found, lent = residency.shard_for_peers(group)
+            assert lent is not None
+            mine = group.clip(slice(0, group.numel))  # the rest is padding
+            assert torch.equal(found[mine], wanted[mine])
+            residency.return_slot(lent)
+            optimizer.step()
+            optimizer.zero_grad()
+        release(model)
+
+    run(2, steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -353,11 +354,17 @@ def test_ranks_that_never_do_alike_do_not_plan_in_every_step() -> None:
     assert meeting.log.count("the recorded pass") == 8 + 3, "at once, then after 2, 4 and 8 steps"
 
 
-def both_trained(each: Together, precision: str) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any]]:
-    """Ranks that follow a plan for experts 0 and 1, and one process that did the same."""
+def both_trained(
+    each: Together, precision: str, first: tuple[Pass, Pass] = (Pass((0, 1)), Pass((0, 1))), *, frozen: str = "none"
+) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any]]:
+    """Ranks that follow a plan for the parts that they did ``first``, and one process that did the same."""
+    models = Experts(), Experts()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
     fronts: list[tuple[nn.Module, Any]] = [
         chunked(
-            Experts(),
+            model,
             AdamW(lr=1e-2),
             device="cpu",
             precision=precision,
@@ -365,17 +372,17 @@ def both_trained(each: Together, precision: str) -> tuple[tuple[nn.Module, Any],
             collectives=together,
             options=Options(group_bytes=16 * 17 * (4 if precision == "fp32" else 2)),
         )
-        for together in (each, None)
+        for model, together in zip(models, (each, None), strict=True)
     ]
     for step in range(2):
-        gradients_of_both(each, fronts, step, [Pass((0, 1))] * 2, precision)
+        gradients_of_both(each, fronts, step, first, precision)
         for _, optimizer in fronts:
             optimizer.step()
             optimizer.zero_grad()
     return fronts[0], fronts[1]
 
 
-def gradients_of_both(each: Together, fronts: Any, step: int, parts: list[Pass], precision: str) -> None:
+def gradients_of_both(each: Together, fronts: Any, step: int, parts: Sequence[Pass], precision: str) -> None:
     (model, _), (single, reference) = fronts
     one_pass(model, step, each.rank, parts[each.rank], [])
 

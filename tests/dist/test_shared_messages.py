@@ -99,7 +99,7 @@ def test_gathers_and_sums_of_any_memory(data: st.DataObject) -> None:
         assert total.scratch_bytes(numel, kind) == 0
         source = placed(messages, drawn(rank, count * numel, kind, seed), shared=shared[-1 - rank])
         into, nothing = torch.full((numel,), torch.nan), torch.empty(0, dtype=torch.uint8)
-        total("reduce_scatter", 2 * seed + 1, into, source, nothing, kind=kind)
+        total(2 * seed + 1, into, source, nothing)
         return whole, into
 
     found = everyone.run(work)
@@ -160,7 +160,7 @@ def test_nobody_goes_on_while_another_one_reads(pair: Ranks, shared: bool) -> No
         kept.append(parts[0].clone())
 
     def reader(rank: int) -> None:
-        pair.messages[1].exchange_and_read("sum", 1, [], [0], numel, torch.empty(0), read)
+        pair.messages[1].exchange_and_read("sum", 1, [], [0], torch.empty(0, numel), read)
 
     pair.run(lambda rank: (write, reader)[rank](rank))
     assert torch.equal(torch.cat(kept), torch.ones(numel))

@@ -332,7 +332,7 @@ within_backward(
 within_backward("max_grad_norm was set, but Options(step='in_backward')", clipping, undo=not_clipping)
 within_backward("the settings of {} were changed between backward and optimizer.step()", other_rate, undo=old_rate)
 within_backward(
-    "the gradient of {} was used within backward, where its group was stepped",
+    "the gradient of {} is asked for, but groups were stepped within backward already",
     lambda model, _: model.blocks[0].narrow.weight.grad,
 )
 

@@ -148,6 +148,8 @@ class Run:
     statistics: Any = None
     on_device: int = 0
     """Groups whose states live on the device when it ends."""
+    early: list[int] = field(default_factory=list)
+    """Of each step, how many groups were stepped within backward."""
 
     def differs(self, other: Run) -> list[str]:
         """Everything that is not the same to the bit."""
@@ -159,11 +161,15 @@ class Run:
         return wrong
 
 
-def train_step(model: Any, optimizer: Any, index: int, micro_batches: int = 1) -> float:
+def train_step(
+    model: Any, optimizer: Any, index: int, micro_batches: int = 1, between: Callable[[], None] = lambda: None
+) -> float:
+    """Take a step; ``between`` is called between backward and the step of the optimizer."""
     loss = torch.zeros(())
     for micro in range(micro_batches):
         loss = model(batch(10 * index + micro))
         optimizer.scale(loss).backward()
+    between()
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
@@ -195,15 +201,24 @@ def train(
     checkpointing: bool = False,
     **more: Any,
 ) -> Run:
-    """From the same start each time."""
+    """From the same start each time; ``max_grad_norm`` may be a list, of one limit a step."""
     torch.manual_seed(3)
-    model, run = Model(checkpointing=checkpointing), Run()
+    model, run, limits = Model(checkpointing=checkpointing), Run(), more.get("max_grad_norm")
     model.between = more.pop("between", model.between)
+    if isinstance(limits, list):
+        more["max_grad_norm"] = limits[0]
     with managed(model, spec, size, accumulation_steps=micro_batches, **more) as (made, optimizer, _):
-        for index in range(steps):
-            run.losses.append(train_step(made, optimizer, index, micro_batches))
-            run.norms.append(optimizer.last_norm)
         engine = made.table.weight._owner
+
+        def count_early() -> None:
+            undecided = () if engine.speculation is None else engine.speculation._early
+            run.early.append(len(engine.stepping.groups) + len(undecided))
+
+        for index in range(steps):
+            if isinstance(limits, list):
+                optimizer.max_grad_norm = limits[index]
+            run.losses.append(train_step(made, optimizer, index, micro_batches, count_early))
+            run.norms.append(optimizer.last_norm)
         run.on_device = sum(
             chunk.home.tier == 0 for group in engine.groups for kind, chunk in group.chunks.items() if kind.value == "m"
         )
@@ -213,6 +228,36 @@ def train(
         for index, entry in masters["state"].items():
             run.values |= {f"{key} {index}": value for key, value in entry.items()}
     return run
+
+
+LOOSE, STRICT = 1e9, 1e-3
+LIMITS = [*[LOOSE] * 4, STRICT, *[LOOSE] * 3, STRICT, *[LOOSE] * 3]
+"""Of each step: a norm that no gradients have, or that all exceed."""
+
+
+def train_early(step: str, least_bytes: int, at: int = -1, **more: Any) -> Run:
+    """Train in the first of several budgets in which groups are stepped within backward, at this step of the run.
+
+    With hardly any memory a plan moves one thing at a time, and with much of it the device steps all groups: neither
+    has such steps. In between the planner has them where the simulated time is less with them.
+    """
+    options = Options(group_bytes=32 * 1024, poison=True, step=step)
+    for halves in (5, 6, 8, 4, 12, 3):
+        run = train(ADAMW, least_bytes * halves // 2, options=options, **more)
+        if run.early[at]:
+            return run
+    raise AssertionError("no plan steps a group within backward")
+
+
+def check_undone(run: Run) -> None:
+    """Raise unless groups were stepped within backward, and some of that undone, as `LIMITS` wants it."""
+    steps = zip(LIMITS, run.norms, strict=True)
+    stopped = [limit == STRICT or norm is None or not math.isfinite(norm) for limit, norm in steps]
+    undone = sum(count for count, bad in zip(run.early, stopped, strict=True) if bad)
+    assert run.statistics.undone_group_steps == undone > 0
+    assert sum(run.early) > undone, "none was kept"
+    behind = [count for count, bad in zip(run.early[1:], stopped, strict=False) if bad]
+    assert not any(behind), "a group was stepped within backward after a step that was clipped or skipped"
 
 
 @cache

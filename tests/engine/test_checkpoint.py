@@ -404,7 +404,10 @@ DIFFERENT: dict[str, tuple[dict[str, Any], list[str]]] = {
             r"and \d+ differences more",
         ],
     ),
-    "frozen": ({"build": Thawed}, ["'blocks.1.wide.weight': trainable False in the checkpoint, True in the model"]),
+    "frozen": (
+        {"build": Thawed},
+        ["'blocks.1.wide.weight': frozen in the checkpoint, trained in the model: freeze it before chunked"],
+    ),
     "precision": ({"precision": "fp32"}, ["dtype BF16 in the checkpoint, F32 in the model"]),
     "rule": ({"spec": Adam(groups=BIASES)}, ["the optimizer: AdamW in the checkpoint, Adam here"]),
     "groups": ({"spec": AdamW()}, ["the optimizer's groups: 2 in the checkpoint, 1 here"]),

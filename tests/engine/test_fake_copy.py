@@ -7,6 +7,8 @@ import gc
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import numpy
@@ -20,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from _models import WIDTH, stack
 from _runs import HOST, chunked_model
 from ps_core import Budget, Trace
+from ps_core.engine._tracing import fake_trace
+from ps_core.engine._tracing.fake_leftovers import remove_leftovers
 from ps_core.engine._tracing.fake_trace import CannotTrace, trace
 
 X = torch.ones(2, 4)
@@ -270,6 +274,33 @@ def test_the_next_pass_finds_no_fake_tensor_in_a_cache() -> None:
     assert positions.cache_info().currsize == 0
     assert not fakes()
     assert type(model(X)) is Tensor
+
+
+def test_a_pass_of_another_thread_finds_no_fake_tensor_in_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second thread's pass begins after the first one's fake tensors are removed."""
+    positions.cache_clear()
+    removing, traced = Event(), Event()
+
+    def slowly(*args: Any) -> list[str]:
+        removing.set()
+        traced.wait(0.5)  # time in which the other thread would trace
+        return remove_leftovers(*args)
+
+    def looks(module: Any, y: Tensor) -> Tensor:
+        assert positions.cache_info().currsize == 0
+        return y + positions(8)
+
+    def other() -> None:
+        assert removing.wait(30)
+        trace(Runs(looks), X)
+        traced.set()
+
+    monkeypatch.setattr(fake_trace, "remove_leftovers", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(other)
+        trace(Runs(looks), X)
+        second.result()
+    assert not fakes()
 
 
 def test_who_cannot_be_cleaned_is_named(caplog: pytest.LogCaptureFixture) -> None:

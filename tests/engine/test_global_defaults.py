@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from _fake_cuda import FakeRuntime
-from ps_core import AdamW, Budget, Options
+from ps_core import AdamW, Budget, InvalidInput, Options, UnsupportedParameter
 from ps_core.engine import (
     WeightAverage,
     chunked,
@@ -40,12 +40,11 @@ def double() -> Iterator[None]:
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
-    before = torch.get_default_device()
     torch.set_default_device("meta")  # of what is made there nothing can be read
     try:
         yield
     finally:
-        torch.set_default_device(before)
+        torch.set_default_device(None)  # with a device, also the usual one, a mode would stay on for later tests
 
 
 DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -137,3 +136,58 @@ def test_training_has_the_same_bits(default: str, device: str, precision: str, t
         with getattr(told["device"], "_runtime", nullcontext()):
             found.append(trained(each, tmp_path / name, batches(), **told))
     same(found[1], found[0])
+
+
+# The engine asks who calls it. A default device puts code of PyTorch in between, also where it is the usual one.
+
+
+def unscaled_by_torch(model: Any, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(InvalidInput, match=r"GradScaler .* optimizer\.scaler in its place"):
+        scaler.unscale_(optimizer)
+
+
+def parametrized(model: Any, optimizer: Any) -> None:
+    with pytest.raises(UnsupportedParameter, match="parametrizations"):
+        nn.utils.parametrizations.weight_norm(model[0])
+
+
+@pytest.fixture
+def usual_device() -> Iterator[None]:
+    torch.set_default_device("cpu")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("usual_device")
+@pytest.mark.parametrize("act", [unscaled_by_torch, parametrized])
+def test_the_engine_knows_who_calls_it(act: Callable[[Any, Any], None]) -> None:
+    model, optimizer = chunked(block(), AdamW(lr=1e-2), device="cpu", precision="fp16", budget=Budget(host=HOST))
+    optimizer.scale(model(torch.ones(2, WIDTH)).sum()).backward()
+    act(model, optimizer)
+    release(model)
+
+
+@pytest.mark.usefixtures("usual_device")
+def test_gradients_that_nothing_keeps_can_be_forgotten() -> None:
+    model, _ = chunked(block(), None, device="cpu", precision="fp32", budget=Budget(host=HOST))
+    model(torch.ones(2, WIDTH)).sum().backward()
+    with pytest.raises(UnsupportedParameter, match="without an optimizer"):
+        _ = model[0].weight.grad
+    model.zero_grad()
+    assert model[0].weight.grad is None
+    release(model)
+
+
+@pytest.mark.usefixtures("usual_device")
+def test_weights_from_meta_that_are_filled_where_they_lie() -> None:
+    def made(device: str) -> nn.Module:
+        with torch.device(device):
+            module = nn.Linear(WIDTH, WIDTH)
+        module.reset_parameters = lambda: (nn.init.eye_(module.weight), nn.init.zeros_(module.bias))
+        return module
+
+    model, _ = chunked(made("meta"), None, device="cpu", precision="fp32", budget=Budget(host=HOST))
+    assert torch.equal(model.state_dict()["weight"], torch.eye(WIDTH))
+    release(model)

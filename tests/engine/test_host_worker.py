@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from _fake_cuda import FakeRuntime
 from _reference import Make, Settings, differences, plain
 from _runs import HOST, let_go, managed
 from ps_core import SGD, AdamW, Budget, InvalidInput, Options
-from ps_core.engine import chunked, release, statistics
+from ps_core.engine import chunked, load_checkpoint, release, save_checkpoint, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._devices.host_worker import HostWorker, WorkDone
 
@@ -138,6 +139,20 @@ def test_no_gradients_are_recorded() -> None:
     worker.close()
 
 
+def test_its_operators_and_kernels_use_the_number_of_threads_of_the_thread_that_launches() -> None:
+    """As set last: PyTorch's number is each thread's own, and the worker began with an earlier one."""
+    worker, found, before = HostWorker(nothing), list[int](), torch.get_num_threads()
+    try:
+        for count in (2, 1, 3, 3):
+            torch.set_num_threads(count)
+            worker.launch("asks", (), (), lambda: found.append(torch.get_num_threads())).block()
+        assert found == [2, 1, 3, 3]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+        worker.close()
+
+
 # ---- training ----
 
 
@@ -202,9 +217,32 @@ def interrupted_by_exception(model: Any, optimizer: Any) -> None:
         loss.backward()
 
 
+def interrupted_by_checkpoint(model: Any, optimizer: Any) -> None:
+    with TemporaryDirectory() as folder:
+        optimizer.zero_grad()
+        save_checkpoint(f"{folder}/it", model, optimizer)
+        next_token(model, *tokens(6)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        load_checkpoint(f"{folder}/it", model, optimizer)
+
+
+def language(device: Any, options: Options | None = None) -> tuple[Any, Any]:
+    """Return a managed language model with its optimizer, on little device memory, or on the CPU."""
+    budget = Budget(host=HOST) if device == "cpu" else Budget(device="72KiB", host=HOST)
+    told = options or Options()
+    return chunked(models.Language(), SGD(lr=0.1), device=device, precision="bf16", budget=budget, options=told)
+
+
 @pytest.mark.parametrize(
     "between",
-    [interrupted_by_evaluation, interrupted_by_state_dict, interrupted_by_optimizer_state, interrupted_by_exception],
+    [
+        interrupted_by_evaluation,
+        interrupted_by_state_dict,
+        interrupted_by_optimizer_state,
+        interrupted_by_exception,
+        interrupted_by_checkpoint,
+    ],
 )
 def test_what_comes_between_sees_a_finished_step(between: Callable[[Any, Any], None]) -> None:
     """Right behind the step, while the thread works."""
@@ -214,11 +252,7 @@ def test_what_comes_between_sees_a_finished_step(between: Callable[[Any, Any], N
         runtime = FakeRuntime(1)
         with runtime:
             device = late_device(runtime, 3) if late else "cpu"
-            budget = Budget(device="72KiB", host=HOST) if late else Budget(host=HOST)
-            options = Options(group_bytes=4096)
-            model, optimizer = chunked(
-                models.Language(), SGD(lr=0.1), device=device, precision="bf16", budget=budget, options=options
-            )
+            model, optimizer = language(device, Options(group_bytes=4096))
             logs = []
             for index in range(4):
                 loss = next_token(model, *tokens(index))
@@ -233,6 +267,24 @@ def test_what_comes_between_sees_a_finished_step(between: Callable[[Any, Any], N
             let_go(model)
         found.append(logs)
     assert all(map(torch.equal, *found))
+
+
+def test_release_right_behind_a_step_sees_a_finished_one() -> None:
+    found = []
+    for late in (False, True):
+        torch.manual_seed(0)
+        runtime = FakeRuntime(1)
+        with runtime:
+            device = late_device(runtime, 3) if late else "cpu"
+            model, optimizer = language(device)
+            for index in range(4):
+                next_token(model, *tokens(index)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert not late or device.worker.busy
+            release(model)
+        found.append(model.state_dict())
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
 def test_passes_without_work_for_the_thread_need_no_new_events() -> None:

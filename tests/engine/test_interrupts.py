@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import _models as models
 from _cases import ADAMW, next_token, rows, square, tokens
-from _reference import Make, Settings
-from _runs import HOST, check_same, children, chunked_model, managed
-from ps_core import Budget
+from _reference import GROUP_BYTES, Make, Settings
+from _runs import HOST, check_same, children, chunked_model, managed, stand_in
+from ps_core import Budget, Options
 from ps_core.engine import chunked, load_checkpoint, materialized, release, save_checkpoint, statistics
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_core.engine._support.interrupts import (
@@ -141,8 +141,11 @@ def step(model: nn.Module, optimizer: Any, index: int) -> Tensor:
     return loss.detach()
 
 
-def training(points: int, again: int = 0) -> Callable[[Make], list[Tensor]]:
-    """Train; every step but the first two is broken off somewhere, and done again unless it had been taken."""
+def training(points: int, again: int = 0, limits: tuple[float, ...] = (1.0,)) -> Callable[[Make], list[Tensor]]:
+    """Train; every step but the first two is broken off somewhere, and done again unless it had been taken.
+
+    ``limits``: those of the gradients' norm, one after the other.
+    """
 
     def train(make: Make) -> list[Tensor]:
         model, optimizer = make(models.Language(layers=2), ADAMW)
@@ -150,6 +153,7 @@ def training(points: int, again: int = 0) -> Callable[[Make], list[Tensor]]:
         events = count(lambda: logs.append(step(model, optimizer, 2)))
         reached = 0
         for index in range(3, 3 + POINTS):
+            optimizer.max_grad_norm = limits[index % len(limits)]
             if points:
                 before, at = statistics(model).steps, 1 + (index - 3) * events // POINTS
                 reached += broken_off(partial(step, model, optimizer, index), at, again=again)
@@ -178,16 +182,29 @@ WHERE = {
     "cpu and disk": ("cpu", None, 100_000),
     "emulated and disk": ("emulated", 64_000, 60_000),
 }
+WITH_WORKER: dict[str, Any] = WHERE | {"a worker": (stand_in, 64_000, HOST)}
 
 
 @pytest.mark.parametrize("again", [0, 3], ids=["once", "twice"])
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", WITH_WORKER)
 def test_a_step_broken_off_anywhere(where: str, again: int, tmp_path: Path) -> None:
-    device, room, host = WHERE[where]
+    device, room, host = WITH_WORKER[where]
     below = {"disk": "64MiB", "disk_dir": str(tmp_path)} if "disk" in where else {}
     told = Settings(precision="bf16")
     got = managed(training(POINTS, again), told, device, Budget(device=room, host=host, **below))
     check_same(training(0), told, got)
+
+
+@pytest.mark.parametrize("again", [0, 3], ids=["once", "twice"])
+@pytest.mark.parametrize("device", ["emulated", stand_in], ids=["emulated", "a worker"])
+def test_a_step_that_can_be_undone_broken_off_anywhere(device: Any, again: int) -> None:
+    """Two steps are not clipped, and the third is: so its early steps are undone."""
+    options = Options(poison=True, group_bytes=GROUP_BYTES, step="speculative")
+    told = Settings(precision="bf16", max_grad_norm=1e9, options=options)
+    loop = partial(training, limits=(1e9, 1e9, 1e-3))
+    got = managed(loop(POINTS, again), told, device, Budget(device=90_000, host=HOST))
+    check_same(loop(0), told, got)
+    assert got.statistics[0].undone_group_steps > POINTS
 
 
 # The first pass, which is traced with fake tensors and planned

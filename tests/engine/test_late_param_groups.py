@@ -182,3 +182,17 @@ def test_a_checkpoint_with_frozen_parameters_in_no_group(tmp_path: Path) -> None
     losses = [run_once(model, optimizer) for _ in range(2)]
     load_checkpoint(tmp_path / "unfrozen", model, optimizer)
     assert [run_once(model, optimizer) for _ in range(2)] == losses
+
+
+def test_states_of_added_parameters_can_be_read_and_assigned_before_their_first_step() -> None:
+    model, optimizer = managed(Net(2))
+    run_once(model, optimizer)
+    model.layers.append(nn.Linear(64, 64))
+    with torch.no_grad():
+        model(X)
+    added = model.layers[2].weight
+    assert added not in optimizer.state
+    optimizer.state[added] = {"step": 3, "exp_avg": torch.ones(64, 64), "exp_avg_sq": torch.ones(64, 64)}
+    assert torch.equal(optimizer.state[added]["exp_avg"], torch.ones(64, 64))
+    assert sum(map(len, (group["params"] for group in optimizer.param_groups))) == 6
+    release(model)

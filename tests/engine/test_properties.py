@@ -47,6 +47,7 @@ CHOICES = st.fixed_dictionaries(
         "group_bytes": st.sampled_from([1024, 2048, 5000, 20_000, None]),
         "prefetch": st.sampled_from([None, 0, 1, 3]),
         "poison": st.booleans(),
+        "step": st.sampled_from(["after_backward", "speculative"]),
     }
 )
 

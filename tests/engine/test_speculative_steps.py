@@ -139,7 +139,7 @@ def test_host_memory_decides_how_many_groups_are_stepped_early(device: str) -> N
     """At 110 KiB about 147 KiB lie in host memory anyway."""
     right, _, _ = trained("cpu", "bf16", None, "after_backward")
     counts = []
-    for host_kib in (148, 156, 228, 308):
+    for host_kib in (180, 228, 260, 308):
         runtime = FakeRuntime(1)
         with runtime:
             got, found, early = trained(DEVICES[device](runtime), "bf16", "110KiB", "speculative", f"{host_kib}KiB")

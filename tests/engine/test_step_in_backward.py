@@ -257,11 +257,12 @@ def test_nothing_is_saved_before_the_step_and_loaded_states_end_it(tmp_path: Pat
         lambda model, _: model.blocks[0].narrow.weight.grad,
         lambda _, optimizer: optimizer.zero_grad(),
         lambda model, _: model.zero_grad(),
+        lambda model, _: model.zero_grad(set_to_none=False),
         lambda model, _: setattr(
             model.blocks[0].narrow.weight, "grad", torch.ones_like(model.state_dict()["blocks.0.narrow.weight"])
         ),
     ],
-    ids=["none", "clip", "grad", "optimizer.zero_grad", "model.zero_grad", "assign"],
+    ids=["none", "clip", "grad", "optimizer.zero_grad", "model.zero_grad", "zeroed", "assign"],
 )
 def test_gradients_are_neither_read_nor_changed_between_backward_and_step(what: Callable[[Any, Any], Any]) -> None:
     (model, optimizer), (same, alone) = begun(), begun()

@@ -178,6 +178,45 @@ def test_an_exception_leaves_nothing_behind(where: str) -> None:
     del y
 
 
+@pytest.mark.parametrize("outer", [True, False, None])
+@pytest.mark.parametrize("inner", [True, False])
+def test_an_inference_mode_that_is_left_later_finds_what_it_found_before(outer: bool | None, inner: bool) -> None:
+    tracker = TensorBytesTracker()
+    with ExitStack() as around:
+        if outer is not None:
+            around.enter_context(torch.inference_mode(outer))
+        tracker.start()
+        with torch.inference_mode(inner):
+            tracker.stop()
+            tracker.start()
+            made = torch.ones(10)
+            assert tracker.current_bytes == 10 * FP32
+            tracker.stop()
+            torch.ones(3)
+        torch.ones(3)  # PyTorch looks for the mode that was on when the inner one was entered
+        assert tracker.current_bytes == 10 * FP32
+        tracker.stop()
+        assert stack() == []
+        torch.ones(3)
+    torch.ones(3)
+    del made
+
+
+def test_a_mode_begun_in_an_inference_mode_counts_again_after_it() -> None:
+    tracker, watch = TensorBytesTracker(), Watch()
+    with torch.inference_mode():
+        tracker.start()
+    tracker.start()
+    made = torch.ones(10)
+    assert tracker.current_bytes == 10 * FP32
+    tracker.stop()
+    assert stack() == []
+    with watch:
+        torch.ones(3)
+    assert watch.seen
+    del made
+
+
 def test_under_a_fake_tensor_mode_it_does_nothing() -> None:
     tracker = TensorBytesTracker()
     with FakeTensorMode():

@@ -83,6 +83,22 @@ def test_optimizers_of_pytorch_on_either_tier(name: str, precision: str) -> None
     assert not (on.FAKE and roomy.differs(tight))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_steps_within_backward(precision: str) -> None:
+    expected = on.train(ADAMW, ROOMY, precision=precision)
+    run = on.train_early("in_backward", on.tight(precision), precision=precision)
+    run.norms = expected.norms  # it keeps no gradient to measure them
+    assert not expected.differs(run)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_steps_within_backward_are_undone(precision: str) -> None:
+    how: dict[str, Any] = {"precision": precision, "steps": len(on.LIMITS), "max_grad_norm": on.LIMITS}
+    run = on.train_early("speculative", on.tight(precision), on.LIMITS.index(on.STRICT), **how)
+    assert not on.train(ADAMW, ROOMY, **how).differs(run)
+    on.check_undone(run)
+
+
 @pytest.mark.parametrize("roomy", [True, False])
 @pytest.mark.parametrize(("precision", "micro_batches"), [("bf16", 1), ("bf16", 3), ("fp16", 1), ("fp32", 3)])
 def test_as_a_plain_loop(precision: str, micro_batches: int, roomy: bool) -> None:

@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -220,7 +222,7 @@ def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
         *("tests", "exercise", "kernels", "engine", "ranks", "sanitizer"),
     )
     log = (tmp_path / "out/log.txt").read_text("utf-8")
-    assert "ladder: all 12 rungs hold" in log
+    assert "ladder: all 16 rungs hold" in log
     assert json.loads((tmp_path / "out/summary.json").read_text("utf-8")) == {
         "device": False,
         "exit_status": {**dict.fromkeys(names, 0), "calibration": int(busy)},
@@ -237,16 +239,17 @@ def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
         assert name in {each["name"] for each in rows}
     assert {path.name for path in (tmp_path / "out").iterdir()} | {"machine.toml"} == {
         "compared.json", "kernels.json", "log.txt", "machine.toml", "machine.txt", "report.md", "sizes.json",
-        "summary.json", "training.json",
-        *(f"timeline-{index}.{kind}" for index in (0, 1) for kind in ("json", "svg")),
+        "summary.json", "timelines.zip", "training.json",
     }  # fmt: skip
+    with ZipFile(tmp_path / "out/timelines.zip") as packed:
+        assert set(packed.namelist()) == {f"timeline-{index}.{kind}" for index in (0, 1) for kind in ("json", "svg")}
     sizes = json.loads((tmp_path / "out/sizes.json").read_text("utf-8"))
     assert all({"measured", "planned"} == each["profile"].keys() for each in sizes)
     assert (tmp_path / "out/machine.toml").exists() is not busy
     report = (tmp_path / "out/report.md").read_text("utf-8")
     assert "DRY RUN" in report
     assert "| adam, bf16 in and out |" in report
-    assert "ladder: all 12 rungs hold" in report
+    assert "ladder: all 16 rungs hold" in report
     assert re.search(r"^\| engine, dry, steps within backward \| planned \| [\d.]+ \|", report, re.MULTILINE)
     assert "| FSDP2 with CPU offload, dry |" in report
 
@@ -285,6 +288,31 @@ def test_the_script_runs_every_part_where_there_is_one(tmp_path: Path, recorder:
     assert "engine.py" in calls
     assert "-m pytest" not in calls
     assert json.dumps(str(tmp_path)).strip('"') in calls
+
+
+@pytest.mark.skipif(shutil.which("timeout") is None, reason="no timeout command")
+def test_the_script_reports_what_is_known_when_it_is_told_to_end(tmp_path: Path) -> None:
+    python, out = tmp_path / "python", tmp_path / "out"
+    hanging = "import time; print('begun', flush=True); time.sleep(600)"
+    cases = f'*ladder.py*) exec "{sys.executable}" -c "{hanging}" ;; *report.py*) exec "{sys.executable}" "$@" ;;'
+    told = f'#!/bin/sh\ncase "$*" in {cases} esac\n'
+    python.write_text(told, "utf-8")
+    python.chmod(0o755)
+    environment = {**os.environ, "OUT": str(out), "PYTHON": str(python), "LIMIT": "3000"}
+    with subprocess.Popen(
+        ["sh", ROOT / "benchmarks" / "gpu" / "run.sh"], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        log, end = out / "log.txt", time.monotonic() + 300
+        while not (log.is_file() and "begun" in log.read_text("utf-8")) and time.monotonic() < end:
+            time.sleep(0.05)
+        process.terminate()
+        said, _ = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "no time was left for:" not in said, "no part comes after a ladder that does not hold"
+    report = (out / "report.md").read_text("utf-8")
+    assert "begun\nTraceback" in report
+    assert "KeyboardInterrupt" in report
+    assert json.loads((out / "summary.json").read_text("utf-8"))["exit_status"].keys() == {"ladder"}
 
 
 @pytest.mark.skipif(shutil.which("timeout") is None, reason="no timeout command")

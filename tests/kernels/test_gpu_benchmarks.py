@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,10 +79,8 @@ def test_the_ladder_stops_at_the_first_failure_and_looks_closer(
     monkeypatch.setattr(ladder, "attempt", attempt)
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     assert ladder.climb(False, list(ladder.RUNGS)) == 1
-    assert began == [
-        ("versions", "", False), ("links", "", False), ("kernels", "", False), ("order", "", False),
-        ("order", "1", True),
-    ]  # fmt: skip
+    upto = list(ladder.RUNGS)[: list(ladder.RUNGS).index("order") + 1]
+    assert began == [*((name, "", False) for name in upto), ("order", "1", True)]
     said = capsys.readouterr().out
     assert "ok kernels, 0.5 s" in said
     assert said.index("FAILED order") < said.index("order again, with launches that wait")
@@ -89,11 +89,45 @@ def test_the_ladder_stops_at_the_first_failure_and_looks_closer(
 
 def test_a_rung_that_hangs_is_stopped(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ladder, stuck = script("ladder"), tmp_path / "stuck.py"
-    stuck.write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n", "utf-8")
+    stuck.write_text(STUCK, "utf-8")
     monkeypatch.setattr(ladder, "__file__", str(stuck))
     status, _, said = ladder.attempt("links", 5.0, dict(os.environ))
     assert status != 0
-    assert said == ["begun", "stopped after 5 s"]
+    assert (said[0], said[-1]) == ("begun", "stopped after 5 s")
+    assert any("stuck.py" in line and "in wait_for_ever" in line for line in said), "it says where it was"
+
+
+STUCK = """import faulthandler, signal, time
+def wait_for_ever():
+    print("begun", flush=True)
+    time.sleep(600)
+faulthandler.register(signal.SIGUSR1, chain=True)
+wait_for_ever()
+"""
+
+
+def test_a_rung_that_is_interrupted_is_not_run_again(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ladder, stuck = script("ladder"), tmp_path / "stuck.py"
+    stuck.write_text(STUCK.replace("time.sleep", "signal.raise_signal(signal.SIGSTOP); time.sleep"), "utf-8")
+    wait = subprocess.Popen.wait
+
+    def interrupted(process: Any, limit_s: float | None = None) -> int:
+        monkeypatch.setattr(subprocess.Popen, "wait", wait)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        process.send_signal(signal.SIGCONT)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ladder, "__file__", str(stuck))
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    assert ladder.climb(False, ["links", "kernels"]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED links" in said
+    assert "begun" in said
+    assert "interrupted" in said
+    assert "again" not in said
+    assert "kernels" not in said
 
 
 class DeepSpeedEngine:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ two_cores = pytest.mark.skipif(len(CORES) < 2, reason="fewer than two cores here
 NUMEL = 1 << 22
 
 WATCH = f"""
-import os, threading, numpy as np, ps_kernels
+import contextlib, os, threading, numpy as np, ps_kernels
 cores, numel = sorted(os.sched_getaffinity(0))[:2], {NUMEL}
 main, seen = threading.get_native_id(), set()
 arrays = [np.ones(numel, np.float32) for _ in range(4)]
@@ -40,8 +41,12 @@ def step():
     watcher.join()
 
 def bound():
-    others = [int(name) for name in os.listdir("/proc/self/task") if int(name) != main]
-    return [sorted(cores) for other in others if (cores := os.sched_getaffinity(other)) != whole]
+    found = []
+    for other in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            if other != main and (cores := os.sched_getaffinity(other)) != whole:
+                found.append(sorted(cores))
+    return found
 
 whole = os.sched_getaffinity(0)
 ps_kernels.set_threads(2)
@@ -84,6 +89,114 @@ def test_cores_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ps_kernels.BackendMissing, match="only the compiled backends bind their threads; not compiled"):
         ps_kernels.set_threads(1, cores=CORES[:1] or [0])
     ps_kernels.set_threads(torch.get_num_threads())
+
+
+@pytest.fixture
+def passed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """A call that runs each kernel, and returns the number of threads that was passed to all of them."""
+    scalar = _native.native()["scalar"]
+    assert isinstance(scalar, _native.NativeBackend)
+    counts: list[int] = []
+    for name in scalar._call:
+        place = -2 if name == "sumsq_spans" else -1
+        monkeypatch.setitem(scalar._call, name, lambda *args, place=place: counts.append(args[place]))
+    monkeypatch.setattr(scalar, "_cross_entropy", lambda *args: counts.append(args[-1]) or -1)
+    monkeypatch.setattr(scalar._threads, "cores", 8)
+    monkeypatch.setattr(scalar._threads, "default", 5)
+    monkeypatch.setattr(scalar._threads, "count", None)
+
+    def run() -> int:
+        counts.clear()
+        p, m, v, g = (np.ones(NUMEL, np.float32) for _ in range(4))
+        ps_kernels.adam_step(p, m, v, g, step=1, lr=0.1, backend="scalar")
+        ps_kernels.sgd_step(p, m, g, lr=0.1, momentum_decay=0.1, backend="scalar")
+        ps_kernels.sumsq_finite(g, np.zeros(2, np.float32), backend="scalar")
+        ps_kernels.sumsq_finite(g, np.zeros((1, 2), np.float32), spans=[(0, g.size)], backend="scalar")
+        ps_kernels.accumulate(p, g, backend="scalar")
+        ps_kernels.gather([p], g, [0], backend="scalar")
+        logits, labels = g.reshape(64, -1), np.zeros(64, np.int64)
+        scalar.cross_entropy(logits, labels, p[:64], ignored=-100, factor=1.0, gradient=True)
+        assert len(counts) == 7
+        (count,) = set(counts)
+        return count
+
+    return run
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@compiled
+@pytest.mark.usefixtures("torch_threads")
+def test_kernels_follow_the_number_of_threads_of_pytorch(passed: Callable[[], int]) -> None:
+    for count in (1, 3, 8):
+        torch.set_num_threads(count)
+        assert passed() == count
+    torch.set_num_threads(9)
+    assert passed() == 8, "more than there are cores would wait for each other"
+
+
+@compiled
+@pytest.mark.usefixtures("torch_threads")
+def test_each_thread_follows_its_own_number(passed: Callable[[], int]) -> None:
+    """PyTorch has one for each thread: a thread begins with the number that was set last, and keeps it."""
+    found, asked, changed = [], threading.Event(), threading.Event()
+
+    def other() -> None:
+        found.append(passed())
+        asked.set()
+        changed.wait(60)
+        found.append(passed())
+        torch.set_num_threads(4)
+        found.append(passed())
+
+    torch.set_num_threads(3)
+    thread = threading.Thread(target=other)
+    thread.start()
+    asked.wait(60)
+    torch.set_num_threads(2)
+    changed.set()
+    thread.join()
+    assert found == [3, 3, 4]
+    assert passed() == 2
+
+
+@compiled
+@pytest.mark.usefixtures("torch_threads")
+def test_the_number_of_set_threads_holds(passed: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_api, "backends", lambda: {"scalar": "available"})
+    ps_kernels.set_threads(6)
+    for count in (1, 7):
+        torch.set_num_threads(count)
+        assert passed() == 6
+
+
+@compiled
+def test_without_pytorch_the_number_is_that_of_the_start(
+    passed: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    assert passed() == 5
+
+
+@compiled
+def test_kernels_do_not_import_pytorch() -> None:
+    code = (
+        "import sys, numpy as np, ps_kernels\n"
+        "x = np.ones(1 << 20, np.float32)\n"
+        "ps_kernels.sumsq_finite(x, np.zeros(2, np.float32), backend='scalar')\n"
+        "from ps_kernels._native import native\n"
+        "threads = native()['scalar']._threads\n"
+        "assert threads.most(x.size) == min(threads.cores, 2), threads\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 @compiled

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ps_core._errors import DoesNotFit, InvalidInput
-from ps_core._extents import Precision
+from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._layout import lay_out
-from ps_core._plan import Tier
+from ps_core._plan import Reserve, Tier
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import filled
@@ -87,11 +89,31 @@ def test_states_are_streamed_only_while_the_accelerator_waits_and_only_if_that_i
 
     monkeypatch.setattr(scorer, "score", score)
     found = Found((10.0, 0), 0, 0)
-    scorer._floor_s = 9.9
+    scorer._floor_s = 9.96
     assert scorer.stream(found) == found
     scorer._floor_s = 1.0
+    monkeypatch.setattr(scorer, "_without_cpu_steps", lambda _found: 9.96)
+    assert scorer.stream(found) == found
+    monkeypatch.setattr(scorer, "_without_cpu_steps", lambda _found: 1.0)
     assert scorer.stream(found) == Found((7.0, 4), 0, 4)
     assert scorer.placement(0, 1).steps == (-1,)
+
+
+@pytest.mark.parametrize("step_in_backward", [False, True])
+@pytest.mark.parametrize(("name", "device"), [("gpt-24x2048", 10), ("gpt-32x2560", 16)])
+def test_no_stream_of_states_is_faster_than_steps_that_take_no_time(name, device, step_in_backward):
+    """So streams need not be tried where that would not help."""
+    trace = analytic_trace(shape(name), Workload(batch=8))
+    program = Program(trace=trace, layout=lay_out(trace, group_numel=80_000_000))
+    at = machine("h200")
+    scorer = Scorer(
+        program, two(device, 90), at, policy=Policy.BELADY, ranks_per_node=None, in_backward=step_in_backward
+    )
+    found = scorer.glance()
+    least = scorer._without_cpu_steps(found)
+    streamed = [scorer.score(found.resident, stride) for stride in (8, 4, 2, 1)]
+    assert least < found.score[0]
+    assert least <= 1.001 * min(score[0] for score in streamed if not isinstance(score, NoRoom))
 
 
 def test_a_streamed_group_steps_above_its_states():
@@ -201,3 +223,28 @@ def test_a_disk_that_is_not_needed_is_not_used():
     planned = find("gpt-2b", (*tiers, Tier("disk", 1000 * GIB)))
     assert planned.prediction.moved_bytes["host->disk"] == 0
     assert planned.prediction.step_time_s <= 1.01 * without.prediction.step_time_s
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_map_all_weights_use_no_more_memory_than_helps(ranks, monkeypatch):
+    """Whatever the budget: a gradient's memory is used again once it is summed."""
+    trace = analytic_trace(shape("gpt-1b"), Workload(batch=2))
+    setup, tiers = Setup(ranks=ranks, precision=Precision.FP32), (Tier("host", 64 * GIB),)
+    layout = lay_out(trace, group_numel=30_000_000, ranks=ranks)
+    layout = replace(layout, groups=tuple(replace(group, common=True) for group in layout.groups))
+
+    def planned():
+        made = find_plan(trace, tiers, A100, setup=setup, layout=layout)
+        ends = [0]
+        for instr in made.plan.segment(SegmentName.MICRO_LAST).instrs:
+            if isinstance(instr.op, Reserve):
+                ends.append(instr.op.offset + instr.op.bytes)
+        gradients = [made.program.bytes_of(Extent(Kind.GRAD, group.index)) for group in layout.groups]
+        used = max(ends) - max(held.offset + held.bytes for held in made.plan.home)
+        return made.prediction.step_time_s, used, gradients
+
+    fast, few, gradients = planned()
+    monkeypatch.setattr("ps_core._planner.tier_division._LATE_SUMS", 1000)  # so many do not fit: then all is used
+    fastest, many, _ = planned()
+    assert fast <= 1.001 * fastest
+    assert few < 0.4 * sum(gradients) < 1.2 * sum(gradients) < many

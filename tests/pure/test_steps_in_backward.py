@@ -138,7 +138,7 @@ def test_steps_that_can_be_undone_are_faster_where_host_memory_has_room() -> Non
     seconds, kept = [], []
     for host, setup in (
         (64, Setup()),
-        (29, Setup(step_in_backward=True, speculative=True)),
+        (27, Setup(step_in_backward=True, speculative=True)),
         (64, Setup(step_in_backward=True, speculative=True)),
         (64, Setup(step_in_backward=True)),
     ):
@@ -153,14 +153,16 @@ def test_steps_that_can_be_undone_are_faster_where_host_memory_has_room() -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "gib", "part"), [("gpt-24x2048", 12, 0.98), ("gpt-32x2560", 16, 0.93), ("gpt-32x4096", 24, 0.83)]
+    ("name", "gib", "part"), [("gpt-24x2048", 12, 0.99), ("gpt-32x2560", 16, 0.97), ("gpt-32x4096", 24, 0.95)]
 )
-def test_how_near_steps_come_to_what_the_busiest_queue_takes(name: str, gib: int, part: float) -> None:
-    """At H200 rates. Copies and steps share the host's memory, so the last one cannot reach all of it."""
-    trace = analytic_trace(shape(name), Workload(batch=8, chunked_loss=True))
+def test_how_near_steps_come_to_what_compute_or_memory_takes(name: str, gib: int, part: float) -> None:
+    """At H200 rates. Copies and steps share the host's memory, which takes the largest model longer than compute."""
+    trace, rates = analytic_trace(shape(name), Workload(batch=8, chunked_loss=True)), machine("h200")
     tiers = (Tier("device", gib << 30), Tier("host", 1 << 39))
-    told = find_plan(trace, tiers, machine("h200"), setup=Setup(step_in_backward=True)).prediction
-    assert max(told.busy_s.values()) > part * told.step_time_s
+    told = find_plan(trace, tiers, rates, setup=Setup(step_in_backward=True)).prediction
+    memory_s = told.busy_s["cpu"] + sum(told.moved_bytes.values()) / rates.host_bandwidth
+    assert max(memory_s, *told.busy_s.values()) > part * told.step_time_s
+    assert (memory_s > told.busy_s["compute"]) is (name == "gpt-32x4096")
 
 
 def test_an_evaluation_steps_nothing() -> None:

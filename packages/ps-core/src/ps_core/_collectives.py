@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar, runtime_checkable
 
+Buffer = TypeVar("Buffer")
 Buffer_contra = TypeVar("Buffer_contra", contravariant=True)
 """A one-dimensional, contiguous array of any library; the pure core never reads its contents."""
 
@@ -44,3 +47,20 @@ class Collectives(Protocol[Buffer_contra]):
 
     def close(self) -> None:
         """Leave the group; safe to call twice."""
+
+
+class StagingCopier(Protocol[Buffer]):
+    """Copies and other work on a device's memory, in the order of one stream."""
+
+    @property
+    def staging(self) -> Buffer:
+        """Host memory that data passes through, as bytes."""
+
+    def copy(self, target: Buffer, source: Buffer) -> None:
+        """Launch a copy of bytes from or to the staging memory."""
+
+    def on_stream(self, what: str, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> AbstractContextManager[object]:
+        """Run PyTorch's launches within the block on the stream; ``reads`` and ``writes``: the memory they use."""
+
+    def synchronize(self) -> None:
+        """Block this thread until everything launched on the stream is complete."""

@@ -23,11 +23,6 @@ class AbandonableCall:
         except RuntimeError:  # the interpreter is ending, and starts no more threads
             self._run(work)
 
-    @property
-    def failed(self) -> bool:
-        """Return True once it has raised."""
-        return self.error is not None
-
     def wait(self, limit_s: float, why_give_up: Callable[[], str] = str) -> str:
         """Wait for the end; return what went wrong, empty if nothing did.
 

@@ -1,10 +1,10 @@
 """Record what a process has done, so that ranks that do different things can be told where they began to.
 
 [Note: fingerprints]
-Every process adds the same entries in the same order: its collectives, and what else it is told to note. An entry's
-*fingerprint* is a hash of all entries up to it. Each message between processes is tagged with the fingerprint of its
-entry. So messages of processes that do different things never meet. No process reads what was meant for something else.
-The processes wait, and are told why (see `Watchdog`).
+Every process adds the same entries in the same order: one for each of its collectives. An entry's *fingerprint* is a
+hash of all entries up to it. Each message between processes is tagged with the fingerprint of its entry. So messages of
+processes that do different things never meet. No process reads what was meant for something else. The processes wait,
+and are told why (see `Watchdog`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from hashlib import blake2b
 from threading import Lock
 from typing import NamedTuple
 
-import torch
-
 _KEPT = 256
 """Entries that are remembered by name; a difference before them is still noticed."""
 
 
 class HistoryEntry(NamedTuple):
-    """One collective or note."""
+    """One collective."""
 
     number: int
     what: str
@@ -38,33 +36,26 @@ class CollectiveHistory:
     """One process's entries."""
 
     def __init__(self) -> None:
-        self._last = HistoryEntry(0, "the start", "0" * 16)
-        self._tail: deque[HistoryEntry] = deque([self._last], maxlen=_KEPT)
+        self._tail = deque([HistoryEntry(0, "the start", "0" * 16)], maxlen=_KEPT)
         self._lock = Lock()  # the watchdog reads from its own thread
 
     def add(self, what: str) -> HistoryEntry:
         """Append an entry."""
-        digest = blake2b(f"{self._last.fingerprint} {what}".encode(), digest_size=8).hexdigest()
         with self._lock:
-            self._last = HistoryEntry(self._last.number + 1, what, digest)
-            self._tail.append(self._last)
-        return self._last
+            last = self._tail[-1]
+            digest = blake2b(f"{last.fingerprint} {what}".encode(), digest_size=8).hexdigest()
+            self._tail.append(HistoryEntry(last.number + 1, what, digest))
+            return self._tail[-1]
 
     @property
     def last(self) -> HistoryEntry:
         """Return the latest entry."""
-        return self._last
+        return self._tail[-1]
 
     def tail(self) -> list[HistoryEntry]:
         """Return the latest entries, oldest first."""
         with self._lock:
             return list(self._tail)
-
-
-def describe(operation: str, what: str, numel: int, dtype: torch.dtype) -> str:
-    """Return the text of a collective's entry; ``what``: the caller's words for what it is for."""
-    name = str(dtype).removeprefix("torch.")
-    return f"{operation} of {numel} {name}{f' ({what})' if what else ''}"
 
 
 def first_difference(tails: Mapping[int, Sequence[HistoryEntry]]) -> str | None:

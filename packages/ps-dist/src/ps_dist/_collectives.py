@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput, RanksDiverged
-from ps_dist._collective_history import CollectiveHistory, describe
+from ps_dist._collective_history import CollectiveHistory
 from ps_dist._comm_thread import CommThread, Pending
-from ps_dist._exit_message import AtExit, describe_exception
+from ps_dist._exit_message import describe_exception
 from ps_dist._host_staging import staging_bytes
 from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages
@@ -43,7 +44,7 @@ class Statistics:
     """Counts what one process has exchanged with the others."""
 
     collectives: int
-    """Begun so far, with whatever else was noted."""
+    """Begun so far."""
     fingerprint: str
     """A hash of all of these, in order; the same on every process."""
     wire_bytes: dict[str, int]
@@ -80,18 +81,19 @@ class TorchCollectives:
         sharing: Sharing,
     ) -> None:
         """Own what `ps_dist.connect` made."""
-        self._groups, self._mesh, self._choose = groups, mesh, choose
+        self._groups, self._choose = groups, choose
         self._open, self._process = True, os.getpid()
         self._thread, self._history, self._watchdog = thread, history, watchdog
         self._messages = sharing.messages or PeerMessages(groups.host, mesh.rank)
         self.why_not_shared = sharing.why_not
         """Why the processes do not share host memory, where they were to; empty: they do, or were not to."""
         work = torch.empty(HOST_PIECE_NUMEL, dtype=torch.float32, device="cpu")
-        self._reduce_scatter = OrderedReduceScatter(self._messages, mesh, work)
-        self._nccl: NcclMessages | None = None
+        host_sum = OrderedReduceScatter(self._messages, mesh, work)
         self._answers: ShardAnswers | None = None
-        self._session = CollectiveSession(thread, history, self._messages, self._reduce_scatter, mesh)
-        self._at_exit = AtExit(lambda error: self._close(error, waits=False))
+        self._session = CollectiveSession(thread, history, self._messages, host_sum, mesh)
+        atexit.register(self._close_at_exit)
+        self.mesh = mesh
+        """Which ranks share a copy of the model with this process, and which have the same shard."""
         self.rank = mesh.shard
         """This process's shard, from 0; without ``replicate`` its rank."""
         self.ranks = mesh.shards
@@ -105,11 +107,6 @@ class TorchCollectives:
         self.local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", sharing.together(mesh.rank))), mesh.size)
         """Processes on this computer, as torchrun says, or as they found; all processes where they know of none."""
 
-    @property
-    def mesh(self) -> Mesh:
-        """Return which ranks share a copy of the model with this process, and which have the same shard."""
-        return self._mesh
-
     # Jobs.
 
     def start(self, job: Callable[[CollectiveSession], None]) -> Pending:
@@ -119,7 +116,7 @@ class TorchCollectives:
         process must call the same ones in the same order, in whatever jobs.
         """
         self._check_open("a job")
-        return self._thread.submit(None, partial(job, self._session))
+        return self._thread.submit(partial(job, self._session))
 
     # Questions, outside of all collectives.
 
@@ -133,10 +130,10 @@ class TorchCollectives:
             found: list[bytes] = []
             address = self._answers.address
             self.start(lambda session: found.extend(session.exchange(address, "where questions are answered"))).wait()
-            self._answers.know([found[rank] for rank in self._mesh.shard_peers])
+            self._answers.know([found[rank] for rank in self.mesh.shard_peers])
             self._watchdog.has_ended = lambda rank: refuses(found[rank])
         model = self._answers.add(answer)
-        return partial(self._answers.ask, model, me=self._mesh.shard)
+        return partial(self._answers.ask, model, me=self.mesh.shard)
 
     # Buffers.
 
@@ -148,9 +145,7 @@ class TorchCollectives:
         self._check("all_gather", whole=into, shard=shard)
         if into.dtype != shard.dtype:
             raise InvalidInput(f"all_gather: into is {into.dtype} but shard is {shard.dtype}; expected one type")
-        entry = self._history.add(describe("all_gather", what, into.numel(), into.dtype))
-        peers = self._mesh.shard_peers
-        return self._thread.submit(entry, lambda: self._messages.gather("all_gather", entry.tag, peers, into, shard))
+        return self.start(lambda session: session.all_gather(into, shard, what))
 
     def start_reduce_scatter(
         self, into: Tensor, source: Tensor, scratch: Tensor | None = None, what: str = ""
@@ -166,19 +161,20 @@ class TorchCollectives:
             scratch = torch.empty(size, dtype=torch.uint8, device=source.device)
         if scratch.dtype is not torch.uint8 or not scratch.is_contiguous():
             raise InvalidInput(f"reduce_scatter: scratch is {scratch.dtype}, expected contiguous torch.uint8")
-        total, kind, room = self._reduce_scatter, source.dtype, scratch.view(-1)
-        total.piece_numel(into.numel(), kind, scratch)
-        entry = self._history.add(describe("reduce_scatter", what, source.numel(), kind))
-        return self._thread.submit(entry, lambda: total("reduce_scatter", entry.tag, into, source, room, kind=kind))
+        self._session.host_sum.piece_numel(into.numel(), source.dtype, scratch)
+        room = scratch.view(-1)
+        return self.start(lambda session: session.reduce_scatter(into, source, room, what))
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """Return the scratch with which shards of so many elements are summed in one piece, wherever they lie."""
-        sums = [self._reduce_scatter, *([] if self._nccl is None else [self._nccl.reduce_scatter])]
+        nccl = self._session.nccl
+        sums = [self._session.host_sum, *([] if nccl is None else [nccl.reduce_scatter])]
         return max(each.scratch_bytes(shard_numel, kind) for each in sums)
 
     def staging_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """Return the host memory with which a device's shards go in one piece; 0: they go without any."""
-        return 0 if self._nccl is not None else staging_bytes(shard_numel, kind, self._mesh, self._reduce_scatter)
+        staged = self._session.nccl is None
+        return staging_bytes(shard_numel, kind, self.mesh, self._session.host_sum) if staged else 0
 
     @property
     def host_memory(self) -> Callable[[int], Tensor] | None:
@@ -206,7 +202,7 @@ class TorchCollectives:
     @property
     def card(self) -> int | None:
         """Return the only CUDA device whose memory this process can use in collectives; None: any."""
-        return None if self._nccl is None else self._nccl.device.index
+        return None if self._session.nccl is None else self._session.nccl.device.index
 
     def reach(self, where: torch.device, why_by_host: str = "") -> str | None:
         """Decide what memory of this CUDA device travels by, all processes at once; the first decision stays.
@@ -220,14 +216,11 @@ class TorchCollectives:
 
     def nccl_messages(self, group: Any, device: torch.device) -> NcclMessages:
         """Make messages of this device's memory; ``group``: NCCL's, or None where one process sends nothing."""
-        return NcclMessages(group, self._messages, self._mesh, device)
+        return NcclMessages(group, self._messages, self.mesh, device)
 
     def use_nccl(self, nccl: NcclMessages) -> None:
         """Use these messages for the memory of their device from now on."""
-        self._nccl, self._watchdog.abort = nccl, self._groups.abort_nccl
-        self._session = CollectiveSession(
-            self._thread, self._history, self._messages, self._reduce_scatter, self._mesh, nccl
-        )
+        self._session.nccl, self._watchdog.abort = nccl, self._groups.abort_nccl
 
     def all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> None:
         """Put every process's equal ``shard`` into ``into``, in rank order."""
@@ -249,30 +242,21 @@ class TorchCollectives:
 
         ``shards_only``: of the processes that share this one's copy of the model.
         """
-        peers = self._mesh.shard_peers if shards_only else self._mesh.everyone
+        peers = self.mesh.shard_peers if shards_only else self.mesh.everyone
         mine = torch.tensor(list(values), dtype=torch.float64, device="cpu")
-        everyone = torch.empty(mine.numel() * len(peers), dtype=torch.float64, device="cpu")
-        entry = self._history.add(describe("agreement", what, mine.numel(), mine.dtype))
+        found: list[list[float]] = []
         self._check_open("agreement")
-        self._thread.submit(entry, lambda: self._messages.gather("agreement", entry.tag, peers, everyone, mine)).wait()
-        rows: list[list[float]] = everyone.view(len(peers), -1).tolist()
-        return rows
-
-    def sums(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[float]:
-        """Return the sums over processes in double precision and rank order, the same bits on each."""
-        return [sum(column) for column in zip(*self.all_values(values, what, shards_only=shards_only), strict=True)]
-
-    def maxima(self, values: Sequence[float], what: str = "") -> list[float]:
-        """Return the largest over processes, value by value; nan if any is nan."""
-        return [_largest(column) for column in zip(*self.all_values(values, what), strict=True)]
+        self.start(lambda session: found.extend(session.gather_rows("agreement", what, mine, peers).tolist())).wait()
+        return found
 
     def all_reduce_sum(self, value: float) -> float:
         """Return the sum over processes in double precision and rank order, the same bits on each."""
-        return self.sums([value], "sum")[0]
+        return sum(row[0] for row in self.all_values([value], "sum"))
 
     def all_reduce_max(self, value: float) -> float:
         """Return the largest over processes; nan if any is nan."""
-        return self.maxima([value], "maximum")[0]
+        values = [row[0] for row in self.all_values([value], "maximum")]
+        return next((each for each in values if each != each), max(values))  # noqa: PLR0124 - only nan differs
 
     def barrier(self) -> None:
         """Wait until every process has called this."""
@@ -296,10 +280,6 @@ class TorchCollectives:
         )
         raise RanksDiverged(f"{name} must be the same on all ranks, found: {theirs}")
 
-    def note(self, what: str) -> None:
-        """Add something that every process does alike (a moment) to the fingerprint; nothing is sent."""
-        self._history.add(what)
-
     def statistics(self) -> Statistics:
         """Return what was exchanged so far."""
         last = self._history.last
@@ -308,7 +288,7 @@ class TorchCollectives:
             fingerprint=last.fingerprint,
             wire_bytes=dict(sorted(self._messages.received_bytes.items())),
             network_bytes=dict(sorted(self._messages.network_bytes.items())),
-            transport=self._messages.name if self._nccl is None else self._nccl.name,
+            transport=(self._session.nccl or self._messages).name,
         )
 
     def recent(self) -> list[str]:
@@ -331,6 +311,14 @@ class TorchCollectives:
     ) -> None:
         self._close(describe_exception(error))
 
+    def _close_at_exit(self) -> None:
+        """Leave the group, and tell the others the exception by which the interpreter ends.
+
+        No `sys.excepthook` is set: an exception that is caught, or raised in a notebook's cell, does not end the
+        process. As the interpreter ends, `sys.last_value` is the exception that ends it.
+        """
+        self._close(describe_exception(getattr(sys, "last_value", None)), waits=False)
+
     def _close(self, error: str, *, waits: bool = True) -> None:
         if not self._open or os.getpid() != self._process:  # a fork has none of the threads
             return
@@ -338,7 +326,7 @@ class TorchCollectives:
             with suppress(RanksDiverged):  # whoever has ended asks nothing
                 self.all_values([0.0], "leave")
         self._open = False
-        self._at_exit.cancel()
+        atexit.unregister(self._close_at_exit)
         ended = self._thread.close(waits=waits and not error)
         self._watchdog.close("" if self._thread.error is not None else error)  # after a failure the others know more
         if self._answers is not None:  # only now: a process that refuses connections is taken to have ended
@@ -350,16 +338,16 @@ class TorchCollectives:
             self._groups.destroy()
             self._messages.close()
         else:  # taking the transport down would wait for what the thread waits for
-            self._messages.cut(self._mesh.everyone)
+            self._messages.cut(self.mesh.everyone)
             self._thread.wait_cut()
 
     # Checks.
 
     def _check_open(self, operation: str) -> None:
         if not self._open:
-            raise InvalidInput(f"{operation}: rank {self._mesh.rank} has left the group")
+            raise InvalidInput(f"{operation}: rank {self.mesh.rank} has left the group")
         if os.getpid() != self._process:
-            raise InvalidInput(f"{operation}: this is a copy (fork) of rank {self._mesh.rank}, and in no group")
+            raise InvalidInput(f"{operation}: this is a copy (fork) of rank {self.mesh.rank}, and in no group")
 
     def _check(self, operation: str, *, whole: Tensor, shard: Tensor) -> None:
         self._check_open(operation)
@@ -372,7 +360,3 @@ class TorchCollectives:
             raise InvalidInput(
                 f"{operation}: expected {self.ranks} shards of {shard.numel()} elements, found {whole.numel()} elements"
             )
-
-
-def _largest(values: Sequence[float]) -> float:
-    return next((each for each in values if each != each), max(values))  # noqa: PLR0124 - only nan differs from itself

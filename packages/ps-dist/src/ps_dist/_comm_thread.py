@@ -10,6 +10,7 @@ import torch
 
 from ps_core._errors import RanksDiverged
 from ps_dist._collective_history import HistoryEntry
+from ps_dist._exit_message import first_line
 from ps_dist._failure_reasons import Failure
 from ps_dist._launched_collectives import LaunchedCollectives, Mark
 from ps_dist._messages import ConnectionBroken
@@ -26,10 +27,11 @@ _CUT_END_S = 10.0
 class Pending:
     """A collective, or a job of several, that has been submitted."""
 
-    def __init__(self, thread: CommThread, entry: HistoryEntry | None, work: Callable[[], None]) -> None:
-        self.entry = entry
+    def __init__(self, thread: CommThread, work: Callable[[], object]) -> None:
         self._thread = thread
-        self._work: Callable[[], None] | None = work
+        self._work: Callable[[], object] | None = work
+        self._threads = torch.get_num_threads()
+        """Number of threads that PyTorch's operators use on the thread that submitted."""
         self._over = Event()
         self._error: RanksDiverged | None = None
 
@@ -48,6 +50,8 @@ class Pending:
     def run(self) -> None:
         """Run the work; the thread of collectives calls this."""
         assert self._work is not None, "it runs once"
+        if torch.get_num_threads() != self._threads:  # each thread has a number of its own
+            torch.set_num_threads(self._threads)
         self._work()
 
     def finish(self, error: RanksDiverged | None = None) -> None:
@@ -74,14 +78,14 @@ class CommThread:
         """Why nothing runs any more, in the words that all ranks are told."""
         self.failure: Failure | None = None
         """The transport's error, if it failed; `Watchdog` finds out which rank is to blame."""
-        self.check_wait: Callable[[], None] = _no_check
+        self.check_wait: Callable[[], object] = lambda: None
         """Called once in a while by a thread that waits: `Watchdog` may itself be waiting, for the store."""
         self._thread = Thread(target=self._run, name="ps_dist collectives", daemon=True)
         self._thread.start()
 
-    def submit(self, entry: HistoryEntry | None, work: Callable[[], None]) -> Pending:
-        """Queue ``work``; ``entry`` None: the work itself calls `enter` for each of its collectives."""
-        pending = Pending(self, entry, work)
+    def submit(self, work: Callable[[], object]) -> Pending:
+        """Queue ``work``, which calls `enter` for each of its collectives."""
+        pending = Pending(self, work)
         with self._lock:
             if self.error is not None:
                 pending.finish(self.error)
@@ -122,9 +126,9 @@ class CommThread:
         current = self.current
         return (last.number, "") if current is None else (current[0].number, current[0].what)
 
-    def enter(self, entry: HistoryEntry | None) -> None:
+    def enter(self, entry: HistoryEntry) -> None:
         """Set what runs from now on; called by the thread itself."""
-        self._current = None if entry is None else (entry, self.clock())
+        self._current = entry, self.clock()
 
     def note_launch(self, begins: Mark, ends: Mark) -> None:
         """Note that a device carries out the running collective between these marks; called by the thread itself."""
@@ -155,13 +159,12 @@ class CommThread:
         while (pending := self._next()) is not None:
             if pending.done:
                 continue
-            self.enter(pending.entry)
             try:
                 pending.run()
             except Exception as error:
                 self.failure = _failure(error)
                 return  # `Watchdog` finds the cause, and calls `fail`
-            self.enter(None)
+            self._current = None
             with self._lock:
                 self._open.pop(pending, None)
             pending.finish()
@@ -176,9 +179,4 @@ class CommThread:
 
 
 def _failure(error: Exception) -> Failure:
-    text = (str(error).splitlines() or [type(error).__name__])[0]
-    return Failure(text, error.peer if isinstance(error, ConnectionBroken) else None)
-
-
-def _no_check() -> None:
-    """Do nothing."""
+    return Failure(first_line(error), error.peer if isinstance(error, ConnectionBroken) else None)

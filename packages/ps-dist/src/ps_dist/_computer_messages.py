@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from torch import Tensor
 
-from ps_dist._messages import PeerMessages, Read
+from ps_dist._messages import Buffers, PeerMessages, Read
 from ps_dist._peer_connections import MOST_BYTES_HERE
 from ps_dist._shared_messages import SharedMessages
 
@@ -63,24 +64,17 @@ class ComputersMessages(PeerMessages):
         """``computers``: the ranks of each. ``shared``: to the ranks of this one. ``between``: to all others."""
         super().__init__(None, rank)
         self.heap = shared.heap
-        self._computers, self._shared, self._between = computers, shared, between
+        self._shared, self._between = shared, between
         self._here = next(computer for computer in computers if rank in computer)
         self.received_bytes, self.network_bytes = between.received_bytes, between.network_bytes
         shared.received_bytes = between.received_bytes
-        self._routes: dict[tuple[int, ...], _Route] = {}
+        self._route = cache(lambda peers: _Route.find(rank, peers, computers))
 
     def rooms(self, peers: Collection[int]) -> int:
         """Return how many of these ranks run on other computers."""
         return len(set(peers).difference(self._here))
 
-    def gather(
-        self,
-        operation: str,
-        tag: int,
-        peers: Sequence[int],
-        into: Tensor,
-        shard: Tensor,
-    ) -> None:
+    def gather(self, operation: str, tag: int, peers: Sequence[int], into: Tensor, shard: Tensor) -> None:
         """Gather as `PeerMessages.gather`; what all ranks take crosses the network once a computer."""
         if shard.nbytes <= MOST_BYTES_HERE:
             super().gather(operation, tag, peers, into, shard)
@@ -96,9 +90,7 @@ class ComputersMessages(PeerMessages):
         read = [(by, rows[peer]) for peer, by in route.fetched_by.items() if by != self._rank]
         self._shared.exchange(operation, tag, shown, read)
 
-    def exchange(
-        self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> None:
+    def exchange(self, operation: str, tag: int, sends: Buffers, receives: Buffers) -> None:
         """Send and receive pairs of a rank and a buffer."""
         (near, far), (near_receives, far_receives) = self._split(sends), self._split(receives)
         waits = self._between.begin(operation, tag, far, far_receives)
@@ -106,19 +98,12 @@ class ComputersMessages(PeerMessages):
         self._between.finish(waits)
 
     def exchange_and_read(
-        self,
-        operation: str,
-        tag: int,
-        sends: Sequence[tuple[int, Tensor]],
-        peers: Sequence[int],
-        numel: int,
-        room: Tensor,
-        read: Read,
+        self, operation: str, tag: int, sends: Buffers, peers: Sequence[int], room: Tensor, read: Read
     ) -> None:
         """Receive what comes from other computers, then read the rest in place; see `PeerMessages`."""
         near_peers = [peer for peer in peers if peer in self._here]
         far_peers = [peer for peer in peers if peer not in self._here]
-        received = dict(zip(far_peers, room[: len(far_peers) * numel].view(len(far_peers), numel), strict=True))
+        received = dict(zip(far_peers, room, strict=True))
         near, far = self._split(sends)
         self._between.finish(self._between.begin(operation, tag, far, list(received.items())))
 
@@ -126,7 +111,7 @@ class ComputersMessages(PeerMessages):
             found = dict(zip(near_peers, parts, strict=True))
             read(piece, [received[peer][piece] if peer in received else found[peer] for peer in peers])
 
-        self._shared.exchange_and_read(operation, tag, near, near_peers, numel, room, read_all)
+        self._shared.exchange_and_read(operation, tag, near, near_peers, room, read_all)
 
     def close(self) -> None:
         """Close the connections to the ranks of this computer; the process group is taken down by its owner."""
@@ -137,12 +122,7 @@ class ComputersMessages(PeerMessages):
         self._shared.cut(everyone)
         self._between.cut(everyone)
 
-    def _split(self, pairs: Sequence[tuple[int, Tensor]]) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
+    def _split(self, pairs: Buffers) -> tuple[Buffers, Buffers]:
         """Return the pairs of this computer's ranks, and those of the others."""
         near = [pair for pair in pairs if pair[0] in self._here]
         return near, [pair for pair in pairs if pair[0] not in self._here]
-
-    def _route(self, peers: tuple[int, ...]) -> _Route:
-        if peers not in self._routes:
-            self._routes[peers] = _Route.find(self._rank, peers, self._computers)
-        return self._routes[peers]

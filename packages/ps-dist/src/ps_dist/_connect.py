@@ -281,6 +281,7 @@ def _connect_all(
     made: list[tuple[ProcessGroups, Sharing]] = []
 
     def connect_all() -> None:
+        thread.enter(HistoryEntry(0, "connecting the processes", "0" * 16))
         if owned:
             _initialise(found, timeouts)
         computers = ranks_by_computer(found.roster.locations)
@@ -291,7 +292,7 @@ def _connect_all(
         made.append((groups, sharing))
 
     try:
-        thread.submit(HistoryEntry(0, "connecting the processes", "0" * 16), connect_all).wait()
+        thread.submit(connect_all).wait()
     except BaseException:
         ended = thread.close(waits=False)
         watchdog.close(describe_exception(sys.exc_info()[1]) if thread.error is None else "")

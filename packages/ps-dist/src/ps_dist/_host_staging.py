@@ -8,35 +8,20 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ps_core._collectives import StagingCopier
 from ps_dist._mesh import Mesh
-from ps_dist._messages import PeerMessages
 from ps_dist._reduce import OrderedReduceScatter, largest_piece, pieces
 
+if TYPE_CHECKING:
+    from ps_dist._session import CollectiveSession
+
 _ALIGNED = 128
-
-
-class StagingCopier(Protocol):
-    """Copies and other work on a device's memory, in the order of one stream."""
-
-    @property
-    def staging(self) -> Tensor:
-        """Host memory that data passes through, as bytes."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Launch a copy of bytes from or to the staging memory."""
-
-    def on_stream(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> AbstractContextManager[object]:
-        """Run PyTorch's launches within the block on the stream; ``reads`` and ``writes``: the memory they use."""
-
-    def synchronize(self) -> None:
-        """Block this thread until everything launched on the stream is complete."""
 
 
 def staging_bytes(numel: int, kind: torch.dtype, mesh: Mesh, reduce_scatter: OrderedReduceScatter) -> int:
@@ -48,22 +33,14 @@ def staging_bytes(numel: int, kind: torch.dtype, mesh: Mesh, reduce_scatter: Ord
 class HostStagedCollectives:
     """Collectives whose last copies are still in progress on the copier's stream when they return."""
 
-    def __init__(
-        self,
-        messages: PeerMessages,
-        reduce_scatter: OrderedReduceScatter,
-        mesh: Mesh,
-        copier: StagingCopier,
-        enter: Callable[..., int],
-    ) -> None:
-        """``enter``: adds the collective to the history, and returns the tag of its messages."""
-        self._messages, self._reduce_scatter, self._mesh = messages, reduce_scatter, mesh
-        self._copier, self._enter = copier, enter
+    def __init__(self, session: CollectiveSession, copier: StagingCopier[Tensor]) -> None:
+        """Copy from and to the device by the copier."""
+        self._session, self._mesh, self._copier = session, session.mesh, copier
 
     def all_gather(self, into: Tensor, shard: Tensor, what: str) -> None:
         """Gather shards as `CollectiveSession.all_gather`; ``shard`` may lie on the device or on the host."""
         peers, place, copier = self._mesh.shard_peers, self._mesh.shard, self._copier
-        tag = self._enter("all_gather", what, shard.numel() * len(peers), shard.dtype)
+        tag = self._session.enter_buffer("all_gather", what, into)
         own = shard.view(torch.uint8)
         rows = into.view(torch.uint8).view(len(peers), -1)
         in_place = rows[place].data_ptr() == own.data_ptr()
@@ -74,23 +51,15 @@ class HostStagedCollectives:
             copier.synchronize()  # the copies of the piece before still read the staging memory
             copier.copy(staged[place], own[cut])
             copier.synchronize()
-            self._messages.gather("all_gather", tag, peers, staged.view(-1), staged[place])
+            self._session.messages.gather("all_gather", tag, peers, staged.view(-1), staged[place])
             for index in range(len(peers)):
                 if not (in_place and index == place):
                     copier.copy(rows[index][cut], staged[index])
 
-    def reduce_scatter(
-        self,
-        into: Tensor,
-        source: Tensor,
-        scratch: Tensor,
-        what: str,
-        *,
-        kind: torch.dtype,
-    ) -> None:
+    def reduce_scatter(self, into: Tensor, source: Tensor, scratch: Tensor, what: str) -> None:
         """Sum shards as `CollectiveSession.reduce_scatter`; ``scratch`` is not used."""
-        shards, numel, copier = self._mesh.shards, into.numel(), self._copier
-        tag = self._enter("reduce_scatter", what, numel * shards, kind)
+        shards, numel, kind, copier = self._mesh.shards, into.numel(), source.dtype, self._copier
+        tag = self._session.enter_buffer("reduce_scatter", what, source)
         rows = source.view(shards, -1)
         for piece in self._pieces(numel, kind):
             width = piece.stop - piece.start
@@ -102,7 +71,7 @@ class HostStagedCollectives:
             for index in range(shards):
                 copier.copy(staged[index].view(torch.uint8), rows[index][piece].view(torch.uint8))
             copier.synchronize()
-            self._reduce_scatter("reduce_scatter", tag, total, staged.view(-1), rest, kind=kind)
+            self._session.host_sum(tag, total, staged.view(-1), rest)
             copier.copy(into[piece].view(torch.uint8), total.view(torch.uint8))
 
     def _pieces(self, numel: int, kind: torch.dtype) -> Iterator[slice]:
@@ -110,7 +79,7 @@ class HostStagedCollectives:
         step = largest_piece(
             numel,
             self._copier.staging.numel(),
-            lambda piece: staging_bytes(piece, kind, self._mesh, self._reduce_scatter),
+            lambda piece: staging_bytes(piece, kind, self._mesh, self._session.host_sum),
         )
         assert step, "the engine has memory for a piece at least"
         return pieces(numel, step)

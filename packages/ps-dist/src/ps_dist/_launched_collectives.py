@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ps_dist._collective_history import HistoryEntry
 
@@ -17,18 +18,14 @@ class Mark(Protocol):
         """Return True if everything launched before it is complete."""
 
 
-class _Launched:
-    def __init__(self, entry: HistoryEntry, begins: Mark, ends: Mark) -> None:
-        self.entry, self.begins, self.ends = entry, begins, ends
-        self.begun_at_s: float | None = None
-        """Time at which the device was first seen to have come to it."""
-
-
-class OldestLaunched(NamedTuple):
-    """The collective that the device carries out, or comes to next."""
+@dataclass(slots=True)
+class Launched:
+    """A collective between two marks of its stream."""
 
     entry: HistoryEntry
-    begun_at_s: float | None
+    begins: Mark
+    ends: Mark
+    begun_at_s: float | None = None
     """Time since when it waits for other ranks; None: the device still does earlier work of this rank."""
 
 
@@ -37,15 +34,15 @@ class LaunchedCollectives:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._lock = clock, Lock()
-        self._open: deque[_Launched] = deque()
+        self._open: deque[Launched] = deque()
 
     def add(self, entry: HistoryEntry, begins: Mark, ends: Mark) -> None:
         """Note a collective between two marks of its stream."""
         self.oldest()  # drops what is complete
         with self._lock:
-            self._open.append(_Launched(entry, begins, ends))
+            self._open.append(Launched(entry, begins, ends))
 
-    def oldest(self) -> OldestLaunched | None:
+    def oldest(self) -> Launched | None:
         """Return the first collective that is not complete; None: all are."""
         with self._lock:
             while self._open and _is_over(self._open[0].ends):
@@ -55,7 +52,7 @@ class LaunchedCollectives:
             first = self._open[0]
             if first.begun_at_s is None and _is_over(first.begins):
                 first.begun_at_s = self._clock()
-            return OldestLaunched(first.entry, first.begun_at_s)
+            return first
 
 
 def _is_over(mark: Mark) -> bool:

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from ps_dist._shared_memory import SharedHeap
 
+Buffers: TypeAlias = Sequence[tuple[int, Tensor]]
+"""Pairs of a rank and a buffer."""
 Read: TypeAlias = Callable[[slice, Sequence[Tensor]], None]
 """Reads a piece of what came: which elements they are, and those of every sender."""
 _NO_TAG = 0
@@ -59,15 +61,11 @@ class PeerMessages:
         """Return from how many of these ranks what comes needs memory of this process, also to be read once."""
         return len(peers)
 
-    def exchange(
-        self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> None:
+    def exchange(self, operation: str, tag: int, sends: Buffers, receives: Buffers) -> None:
         """Send and receive pairs of a rank and a buffer."""
         self.finish(self.begin(operation, tag, sends, receives))
 
-    def begin(
-        self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> list[tuple[int, Any]]:
+    def begin(self, operation: str, tag: int, sends: Buffers, receives: Buffers) -> list[tuple[int, Any]]:
         """Begin to send and to receive; return what `finish` waits for. See [Note: sends first]."""
         pending: list[tuple[int, Any]] = []
         for peer, buffer in sends:
@@ -90,22 +88,14 @@ class PeerMessages:
                 work.wait()
 
     def exchange_and_read(
-        self,
-        operation: str,
-        tag: int,
-        sends: Sequence[tuple[int, Tensor]],
-        peers: Sequence[int],
-        numel: int,
-        room: Tensor,
-        read: Read,
+        self, operation: str, tag: int, sends: Buffers, peers: Sequence[int], room: Tensor, read: Read
     ) -> None:
-        """Send; receive ``numel`` elements from each peer, and call ``read`` with each piece of them, in order.
+        """Send; receive a row of elements from each peer, and call ``read`` with each piece of the rows, in order.
 
-        ``room`` is memory of the elements' type, for what comes from as many ranks as `rooms` returns.
+        ``room``: memory of the elements' type, with such a row for each of as many ranks as `rooms` returns.
         """
-        received = room[: len(peers) * numel].view(len(peers), numel)
-        self.exchange(operation, tag, sends, list(zip(peers, received, strict=True)))
-        read(slice(0, numel), list(received))
+        self.exchange(operation, tag, sends, list(zip(peers, room, strict=True)))
+        read(slice(0, room.shape[1]), list(room))
 
     def close(self) -> None:
         """Do nothing: the process group is taken down by its owner."""
@@ -122,14 +112,7 @@ class PeerMessages:
                 assert work is not None, "this process is one of the group"
                 work.wait(timedelta(milliseconds=1))
 
-    def gather(
-        self,
-        operation: str,
-        tag: int,
-        peers: Sequence[int],
-        into: Tensor,
-        shard: Tensor,
-    ) -> None:
+    def gather(self, operation: str, tag: int, peers: Sequence[int], into: Tensor, shard: Tensor) -> None:
         """Put every peer's ``shard`` into ``into``, in the order of ``peers``."""
         others = [(place, peer) for place, peer in enumerate(peers) if peer != self._rank]
         rows = self._place_own(peers, into, shard)

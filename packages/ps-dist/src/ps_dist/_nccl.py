@@ -11,19 +11,22 @@ before and one behind the call. It names the rank as in any other wait, and abor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ps_dist._host_staging import StagingCopier
+from ps_core._collectives import StagingCopier
 from ps_dist._launched_collectives import Mark
 from ps_dist._mesh import Mesh
-from ps_dist._messages import PeerMessages
+from ps_dist._messages import Buffers, PeerMessages
 from ps_dist._reduce import OrderedReduceScatter
+
+if TYPE_CHECKING:
+    from ps_dist._session import CollectiveSession
 
 _PIECE_NUMEL = 1 << 20
 """Elements summed at a time: 4 MiB of the device's memory outside every budget."""
@@ -41,7 +44,7 @@ class NcclMessages(PeerMessages):
         ``group``: torch's, of all ranks (any: its type has no public name); None for one process, which sends nothing.
         """
         super().__init__(group, mesh.rank)
-        self._control, self._mesh = control, mesh
+        self._mesh = mesh
         self.received_bytes = control.received_bytes
         self.device = device
         self.name = "none" if group is None else "nccl"
@@ -49,9 +52,7 @@ class NcclMessages(PeerMessages):
         work = torch.empty(_PIECE_NUMEL, dtype=torch.float32, device=device)
         self.reduce_scatter = OrderedReduceScatter(self, mesh, work)
 
-    def exchange(
-        self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> None:
+    def exchange(self, operation: str, tag: int, sends: Buffers, receives: Buffers) -> None:
         """Send and receive pairs of a rank and a buffer in one call; the current stream waits for them."""
         calls = []
         for peer, buffer in receives:
@@ -62,14 +63,7 @@ class NcclMessages(PeerMessages):
         for work in dist.batch_isend_irecv(calls) if calls else ():
             work.wait()  # makes the current stream wait, not this thread
 
-    def gather(
-        self,
-        operation: str,
-        tag: int,
-        peers: Sequence[int],
-        into: Tensor,
-        shard: Tensor,
-    ) -> None:
+    def gather(self, operation: str, tag: int, peers: Sequence[int], into: Tensor, shard: Tensor) -> None:
         """Gather as `PeerMessages.gather`; by NCCL's all-gather, which knows the links, if it is of all ranks."""
         if self._group is None or len(peers) < self._mesh.size:
             super().gather(operation, tag, peers, into, shard)
@@ -101,48 +95,28 @@ class NcclMessages(PeerMessages):
 class DeviceCollectives:
     """Collectives of a device's memory, which are launched when they return."""
 
-    def __init__(
-        self,
-        messages: NcclMessages,
-        mesh: Mesh,
-        copier: StagingCopier,
-        enter: Callable[..., int],
-        note_launch: Callable[[Mark, Mark], None],
-    ) -> None:
-        """``enter``: adds the collective to the history, and returns the tag of its messages.
-
-        ``note_launch``: is told between which marks one was launched; see [Note: planned collectives].
-        """
-        self._messages, self._mesh, self._copier, self._enter = messages, mesh, copier, enter
-        self._note_launch = note_launch
+    def __init__(self, messages: NcclMessages, session: CollectiveSession, copier: StagingCopier[Tensor]) -> None:
+        """Launch on the copier's stream."""
+        self._messages, self._session, self._copier = messages, session, copier
 
     def all_gather(self, into: Tensor, shard: Tensor, what: str) -> None:
         """Gather shards as `CollectiveSession.all_gather`."""
-        peers = self._mesh.shard_peers
-        tag = self._enter("all_gather", what, shard.numel() * len(peers), shard.dtype)
+        tag = self._session.enter_buffer("all_gather", what, into)
         with self._on_stream(what, (shard,), (into,)):
-            self._messages.gather("all_gather", tag, peers, into, shard)
+            self._messages.gather("all_gather", tag, self._session.mesh.shard_peers, into, shard)
 
-    def reduce_scatter(
-        self,
-        into: Tensor,
-        source: Tensor,
-        scratch: Tensor,
-        what: str,
-        *,
-        kind: torch.dtype,
-    ) -> None:
+    def reduce_scatter(self, into: Tensor, source: Tensor, scratch: Tensor, what: str) -> None:
         """Sum shards as `CollectiveSession.reduce_scatter`."""
-        tag = self._enter("reduce_scatter", what, into.numel() * self._mesh.shards, kind)
+        tag = self._session.enter_buffer("reduce_scatter", what, source)
         with self._on_stream(what, (source,), (into, scratch)):
-            self._messages.reduce_scatter("reduce_scatter", tag, into, source, scratch, kind=kind)
+            self._messages.reduce_scatter(tag, into, source, scratch)
 
     @contextmanager
     def _on_stream(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Iterator[None]:
         with self._copier.on_stream(what, reads, writes):
             begins = self._messages.mark()
             yield
-            self._note_launch(begins, self._messages.mark())
+            self._session.thread.note_launch(begins, self._messages.mark())
 
 
 class _Complete:

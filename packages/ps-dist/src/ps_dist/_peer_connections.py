@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ps_dist._exit_message import first_line
 from ps_dist._shared_memory import SharedHeap, map_heap
 
 _HELLO = struct.Struct("<IQ")
@@ -83,7 +84,7 @@ class PeerConnection:
         except BlockingIOError:
             return False
         except OSError as error:
-            self.broken = self.broken or _first_line(error)
+            self.broken = self.broken or first_line(error)
         return True
 
     def read(self) -> None:
@@ -93,7 +94,7 @@ class PeerConnection:
         except (BlockingIOError, ConnectionResetError):  # after a reset comes what was sent before, and the end
             return
         except OSError as error:
-            self.broken = self.broken or _first_line(error)
+            self.broken = self.broken or first_line(error)
             return
         if not text:
             self.broken = self.broken or "its connection was closed"
@@ -204,7 +205,3 @@ def _wait_for(unix_socket: socket.socket, give_up: Callable[[], bool], limit_s: 
         left_s -= _CHECK_S
         if give_up() or left_s <= 0:
             raise TimeoutError(f"another process did not connect within {limit_s:g} s")
-
-
-def _first_line(error: OSError) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -64,7 +64,7 @@ class ProcessGroups:
         default.add(self.host, made_here=made_default)
 
     def connect_nccl(self) -> Any:
-        """Make a group of NCCL's, which connects the devices with its first message."""
+        """Make a group of NCCL's, which connects the devices with its first message; this may never return."""
         with in_environment(_HANDLED_HERE):
             self._nccl = dist.new_group(backend="nccl", timeout=self._timeout)
         return self._nccl

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput
 from ps_dist._mesh import Mesh
-from ps_dist._messages import Read
+from ps_dist._messages import PeerMessages
 
 HOST_PIECE_NUMEL = 1 << 15
 """Elements that are summed at a time on the host: few enough for the cache, and for torch to start no threads."""
@@ -18,29 +17,10 @@ _CUT_NUMEL = 64
 """What does not fit into its memory is cut at multiples of so many elements."""
 
 
-class _Exchange(Protocol):
-    def rooms(self, peers: Collection[int]) -> int: ...
-
-    def exchange(
-        self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> None: ...
-
-    def exchange_and_read(
-        self,
-        operation: str,
-        tag: int,
-        sends: Sequence[tuple[int, Tensor]],
-        peers: Sequence[int],
-        numel: int,
-        room: Tensor,
-        read: Read,
-    ) -> None: ...
-
-
 class OrderedReduceScatter:
     """Reduce-scatter over a mesh: within a copy of the model in the type of the gradients, across copies in fp32."""
 
-    def __init__(self, messages: _Exchange, mesh: Mesh, work: Tensor) -> None:
+    def __init__(self, messages: PeerMessages, mesh: Mesh, work: Tensor) -> None:
         """``work``: fp32 memory for partial sums, on the device of the buffers that are summed."""
         self._messages, self._work = messages, work
         self._shards, self._replicas, self._rank = mesh.shard_peers, mesh.replica_peers, mesh.rank
@@ -60,25 +40,16 @@ class OrderedReduceScatter:
             raise InvalidInput(f"reduce_scatter: scratch of {scratch.nbytes} bytes, expected at least {least}")
         return found
 
-    def __call__(
-        self,
-        operation: str,
-        tag: int,
-        into: Tensor,
-        source: Tensor,
-        scratch: Tensor,
-        *,
-        kind: torch.dtype,
-    ) -> None:
-        """Sum this rank's shard of every rank's ``source`` into ``into``, piece by piece; ``kind``: their type."""
-        rows = source.view(len(self._shards), -1)
+    def __call__(self, tag: int, into: Tensor, source: Tensor, scratch: Tensor) -> None:
+        """Sum this rank's shard of every rank's ``source`` into ``into``, piece by piece."""
+        rows, kind = source.view(len(self._shards), -1), source.dtype
         for piece in pieces(into.numel(), self.piece_numel(into.numel(), kind, scratch)):
             parts = [row[piece] for row in rows]
             within, rest = into[piece], scratch
             if len(self._replicas) > 1:
                 width = piece.stop - piece.start
                 within, rest = scratch[: 4 * width].view(torch.float32), scratch[4 * width :]
-            self.exchange_sum(operation, tag, self._shards, within, parts, _view_as(kind, rest))
+            self.exchange_sum("reduce_scatter", tag, self._shards, within, parts, _view_as(kind, rest))
             if len(self._replicas) > 1:
                 self._sum_across_copies(tag, into[piece], within, rest)
 
@@ -95,13 +66,7 @@ class OrderedReduceScatter:
         self._messages.exchange(operation, tag, sends, [(peer, into[part]) for peer, part in others])
 
     def exchange_sum(
-        self,
-        operation: str,
-        tag: int,
-        peers: Sequence[int],
-        into: Tensor,
-        rows: Sequence[Tensor],
-        scratch: Tensor,
+        self, operation: str, tag: int, peers: Sequence[int], into: Tensor, rows: Sequence[Tensor], scratch: Tensor
     ) -> None:
         """Send each peer its row; sum the rows that come for this rank, in the order of ``peers``.
 
@@ -113,7 +78,10 @@ class OrderedReduceScatter:
         def add(piece: slice, received: Sequence[Tensor]) -> None:
             ordered_sum([*received[:place], rows[place][piece], *received[place:]], into[piece], self._work)
 
-        self._messages.exchange_and_read(operation, tag, sends, [peer for peer, _ in sends], into.numel(), scratch, add)
+        others, numel = [peer for peer, _ in sends], into.numel()
+        count = self._messages.rooms(others)
+        room = scratch[: count * numel].view(count, numel)
+        self._messages.exchange_and_read(operation, tag, sends, others, room, add)
 
 
 def largest_piece(numel: int, room_bytes: int, needed_bytes: Callable[[int], int]) -> int:

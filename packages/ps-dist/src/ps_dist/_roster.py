@@ -78,9 +78,6 @@ class _Row:
     facts: Facts
     location: Mapping[str, Any]
 
-    def as_json(self) -> dict[str, Any]:
-        return {"number": self.number, "facts": dict(self.facts), "location": self.location}
-
 
 def _own_row(facts: Facts) -> _Row:
     return _Row(secrets.token_hex(16), facts, asdict(Location.own()))
@@ -98,10 +95,8 @@ class _Caller:
         own = _own_row(facts)
         self._number = own.number
         self._rows = {0: own}
-        self._begun: set[int] = set()
-        """Indices of answers that were reserved, and are not written yet."""
-        self._seen = 0
-        """The number of reserved answers that was last read."""
+        self._seen: set[int] = set()
+        """Indices of the answers that were read; one that was reserved may not be written yet."""
 
     def find(self) -> Roster:
         """Call, collect the answers, and publish the roster."""
@@ -120,26 +115,21 @@ class _Caller:
         return _roster(self._number, self._rows)
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self._ranks) if rank not in self._rows]
+        return _missing(self._ranks, self._rows)
 
-    def _listen(self) -> bool:
-        """Read new answers; True if there were any."""
-        found = False
+    def _listen(self) -> None:
+        """Read new answers."""
         self._store.add(f"looks/{self._number}", 1)
         count = int(self._store.add(f"answers/{self._number}", 0))
-        self._begun.update(range(self._seen, count))
-        self._seen = count
-        for index in sorted(self._begun):
+        for index in sorted(set(range(count)) - self._seen):
             answer = _read(self._store, f"answer/{self._number}/{index + 1}")
             if answer is not None:
-                self._begun.discard(index)
+                self._seen.add(index)
                 rank = answer.pop("rank")
                 self._rows[rank] = _Row(**answer)
-                found = True
-        return found
 
     def _publish(self) -> None:
-        rows = {rank: row.as_json() for rank, row in sorted(self._rows.items())}
+        rows = {rank: asdict(row) for rank, row in sorted(self._rows.items())}
         self._store.set(f"roster/{self._number}", json.dumps(rows))
 
     def _raise_difference(self) -> NoReturn:
@@ -147,8 +137,8 @@ class _Caller:
         self._publish()
         looks = _Looks(_STAY_S)
         while self._missing() and looks.again():
-            if self._listen():
-                self._publish()
+            self._listen()
+            self._publish()
         self._stay(looks)
         raise RanksDiverged(str(_difference(0, self._rows)))
 
@@ -201,14 +191,11 @@ class _Answerer:
         present = {answer["rank"] for answer in answers if answer is not None}
         if monotonic() - self._grew_at_s < _SILENT_S:
             present.add(0)
-        return self._missing(present) or [0]
-
-    def _missing(self, present: Collection[int]) -> list[int]:
-        return [rank for rank in range(self._ranks) if rank not in present]
+        return _missing(self._ranks, present) or [0]
 
     def _checked(self, rows: Mapping[int, _Row]) -> Roster:
         """Return the roster; raise `RanksDiverged` if ranks are missing or differ."""
-        error, missing = _difference(self._rank, rows), self._missing(rows)
+        error, missing = _difference(self._rank, rows), _missing(self._ranks, rows)
         if error is None and missing:
             error = _late(self._rank, self._ranks, missing, self._timeout_s)
         if error is not None:
@@ -223,7 +210,7 @@ class _Answerer:
     def _answer(self, call: str) -> None:
         self._answered, self._looks, self._grew_at_s = call, 0, None
         index = int(self._store.add(f"answers/{call}", 1))
-        self._store.set(f"answer/{call}/{index}", json.dumps({"rank": self._rank} | self._own.as_json()))
+        self._store.set(f"answer/{call}/{index}", json.dumps({"rank": self._rank} | asdict(self._own)))
 
     def _published(self) -> dict[int, _Row]:
         """Return the answers on the roster of the last call; empty if there is none yet that has this process."""
@@ -235,6 +222,10 @@ class _Answerer:
 # Any: JSON.
 def _read(store: Any, key: str) -> Any:
     return json.loads(store.get(key)) if store.check([key]) else None
+
+
+def _missing(ranks: int, present: Collection[int]) -> list[int]:
+    return [rank for rank in range(ranks) if rank not in present]
 
 
 def _difference(rank: int, rows: Mapping[int, _Row]) -> str | None:

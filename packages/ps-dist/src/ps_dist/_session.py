@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ps_dist._collective_history import CollectiveHistory, describe
+from ps_core._collectives import StagingCopier
+from ps_dist._collective_history import CollectiveHistory
 from ps_dist._comm_thread import CommThread
-from ps_dist._host_staging import HostStagedCollectives, StagingCopier
+from ps_dist._host_staging import HostStagedCollectives
 from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages
 from ps_dist._nccl import DeviceCollectives, NcclMessages
@@ -25,63 +28,59 @@ class CollectiveSession:
         thread: CommThread,
         history: CollectiveHistory,
         messages: PeerMessages,
-        reduce_scatter: OrderedReduceScatter,
+        host_sum: OrderedReduceScatter,
         mesh: Mesh,
-        nccl: NcclMessages | None = None,
     ) -> None:
-        """``nccl``: what a device's memory travels by; None: through the host's memory."""
-        self._thread, self._history, self._messages = thread, history, messages
-        self._reduce_scatter, self._mesh, self._nccl = reduce_scatter, mesh, nccl
+        """Use what one connection has."""
+        self._history = history
+        self.thread, self.messages, self.host_sum, self.mesh = thread, messages, host_sum, mesh
+        self.nccl: NcclMessages | None = None
+        """Sends device memory over NCCL, once the ranks have decided for it; None: it goes through host memory."""
 
     def exchange(self, mine: bytes, what: str = "") -> list[bytes]:
         """Return every rank's bytes, in rank order; every rank gives as many."""
-        peers, size = self._mesh.everyone, len(mine)
-        memory = bytearray(len(peers) * size)
-        everyone = torch.frombuffer(memory, dtype=torch.uint8)
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        tag = self._enter("exchange", what, size, torch.uint8)
-        self._messages.gather("agreement", tag, peers, everyone, own)
-        text = bytes(memory)
-        return [text[place : place + size] for place in range(0, len(text), size)]
+        rows = self.gather_rows("exchange", what, own, self.mesh.everyone)
+        return [row.numpy().tobytes() for row in rows]
+
+    def gather_rows(self, operation: str, what: str, mine: Tensor, peers: Sequence[int]) -> Tensor:
+        """Return a row for each of ``peers``: its few numbers, of which each gives as many."""
+        everyone = torch.empty(mine.numel() * len(peers), dtype=mine.dtype, device="cpu")
+        tag = self.enter_buffer(operation, what, mine)
+        self.messages.gather("agreement", tag, peers, everyone, mine)
+        return everyone.view(len(peers), -1)
 
     def all_gather(self, into: Tensor, shard: Tensor, what: str) -> None:
         """Put every rank's ``shard`` into ``into``; it may lie in its place there already."""
-        peers = self._mesh.shard_peers
-        tag = self._enter("all_gather", what, shard.numel() * len(peers), shard.dtype)
-        self._messages.gather("all_gather", tag, peers, into, shard)
+        tag = self.enter_buffer("all_gather", what, into)
+        self.messages.gather("all_gather", tag, self.mesh.shard_peers, into, shard)
 
-    def reduce_scatter(
-        self,
-        into: Tensor,
-        source: Tensor,
-        scratch: Tensor,
-        what: str,
-        *,
-        kind: torch.dtype,
-    ) -> None:
+    def reduce_scatter(self, into: Tensor, source: Tensor, scratch: Tensor, what: str) -> None:
         """Sum this rank's shard of every rank's ``source`` into ``into``.
 
-        ``kind``: the type of the sources. Sums are in single precision and rank order; ``scratch`` is uint8 memory.
+        Sums are in single precision and rank order; ``scratch`` is uint8 memory.
         """
-        tag = self._enter("reduce_scatter", what, into.numel() * self._mesh.shards, kind)
-        self._reduce_scatter("reduce_scatter", tag, into, source, scratch, kind=kind)
+        tag = self.enter_buffer("reduce_scatter", what, source)
+        self.host_sum(tag, into, source, scratch)
 
-    def on_device(self, copier: StagingCopier) -> HostStagedCollectives | DeviceCollectives:
+    def on_device(self, copier: StagingCopier[Tensor]) -> HostStagedCollectives | DeviceCollectives:
         """Return the collectives of a device's memory, in an order that every rank knows beforehand."""
-        if self._nccl is not None:
-            return DeviceCollectives(self._nccl, self._mesh, copier, self._enter, self._thread.note_launch)
-        return HostStagedCollectives(self._messages, self._reduce_scatter, self._mesh, copier, self._enter)
+        if self.nccl is not None:
+            return DeviceCollectives(self.nccl, self, copier)
+        return HostStagedCollectives(self, copier)
 
     @property
     def error(self) -> str:
         """Why every collective has failed; empty while none has."""
-        return "" if self._thread.error is None else str(self._thread.error)
+        return "" if self.thread.error is None else str(self.thread.error)
 
     def enter(self, what: str) -> int:
         """Add an entry for what runs from now on to the history; return the tag of its messages."""
         entry = self._history.add(what)
-        self._thread.enter(entry)
+        self.thread.enter(entry)
         return entry.tag
 
-    def _enter(self, operation: str, what: str, numel: int, kind: torch.dtype) -> int:
-        return self.enter(describe(operation, what, numel, kind))
+    def enter_buffer(self, operation: str, what: str, buffer: Tensor) -> int:
+        """Add the entry of a collective of this buffer; ``what``: the caller's words for what it is for."""
+        kind = str(buffer.dtype).removeprefix("torch.")
+        return self.enter(f"{operation} of {buffer.numel()} {kind}{f' ({what})' if what else ''}")

@@ -19,7 +19,7 @@ import os
 from bisect import insort
 from collections import deque
 from threading import Lock
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -115,13 +115,25 @@ class CommonMemory:
         """Map the file, and close its descriptor with this object."""
         self._file = file
         finalize(self, os.close, file)
-        self.memory = torch.frombuffer(mmap.mmap(file, size_bytes), dtype=torch.uint8)
+        self._shared = mmap.mmap(file, size_bytes)
+        self.memory = torch.frombuffer(self._shared, dtype=torch.uint8)
         """The bytes themselves: the other ranks see what is written here."""
+        self._private: dict[int, WeakSet[mmap.mmap]] = {}
+        """Private mappings that a tensor still uses, by their first byte."""
 
     def map_privately(self, start: int, size_bytes: int) -> Tensor:
         """Return a new private mapping of some bytes; ``start`` is a multiple of the page size."""
         mapped = mmap.mmap(self._file, size_bytes, flags=mmap.MAP_PRIVATE, offset=start)
+        self._private.setdefault(start, WeakSet()).add(mapped)
         return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def is_mapped(self, start: int) -> bool:
+        """Return True if a tensor still uses a private mapping from this byte on: then do not `free`."""
+        return bool(self._private.get(start))
+
+    def free(self, start: int, size_bytes: int) -> None:
+        """Return the pages of some bytes to the system; no rank reads or writes these bytes any more."""
+        self._shared.madvise(mmap.MADV_REMOVE, start, _whole_pages(size_bytes))
 
 
 def map_heap(file: int, size_bytes: int) -> Tensor:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from ps_dist._messages import ConnectionBroken, PeerMessages, Read
+from ps_dist._messages import Buffers, ConnectionBroken, PeerMessages, Read
 from ps_dist._peer_connections import (
     MOST_BYTES_HERE,
     Message,
@@ -58,9 +58,7 @@ class SharedMessages(PeerMessages):
         """Return 0: what comes is read where its sender has it."""
         return 0
 
-    def exchange(
-        self, operation: str, tag: int, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> None:
+    def exchange(self, operation: str, tag: int, sends: Buffers, receives: Buffers) -> None:
         """Send and receive pairs of a rank and a buffer; several buffers to one rank are of one size and kind."""
         wanted: dict[int, list[Tensor]] = {}
         for peer, buffer in receives:
@@ -74,17 +72,10 @@ class SharedMessages(PeerMessages):
         self._transfer(tag, sends, reads)
 
     def exchange_and_read(
-        self,
-        operation: str,
-        tag: int,
-        sends: Sequence[tuple[int, Tensor]],
-        peers: Sequence[int],
-        numel: int,
-        room: Tensor,
-        read: Read,
+        self, operation: str, tag: int, sends: Buffers, peers: Sequence[int], room: Tensor, read: Read
     ) -> None:
         """Read in place what comes, piece by piece; see `PeerMessages.exchange_and_read`."""
-        kind, size = room.dtype, room.dtype.itemsize
+        numel, kind, size = room.shape[1], room.dtype, room.dtype.itemsize
 
         def read_bytes(piece: slice, parts: list[Tensor]) -> None:
             read(slice(piece.start // size, piece.stop // size), [part.view(kind) for part in parts])
@@ -106,7 +97,7 @@ class SharedMessages(PeerMessages):
             connection.close()
         self._staging = None
 
-    def _transfer(self, tag: int, sends: Sequence[tuple[int, Tensor]], reads: Sequence[_Reading]) -> None:
+    def _transfer(self, tag: int, sends: Buffers, reads: Sequence[_Reading]) -> None:
         """Send everything and read everything; no rank reads this one's memory afterwards."""
         outside = self._post(tag, sends)
         while True:
@@ -125,7 +116,7 @@ class SharedMessages(PeerMessages):
                 return
             self._wait_for(late)
 
-    def _post(self, tag: int, sends: Sequence[tuple[int, Tensor]]) -> deque[_Outside]:
+    def _post(self, tag: int, sends: Buffers) -> deque[_Outside]:
         """Tell every rank what it can read at once; return what must be copied into the heap first."""
         outside: dict[tuple[int, int], _Outside] = {}
         for peer, buffer in sends:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from ps_core._errors import InvalidInput
 from ps_dist._abandonable_call import AbandonableCall
 from ps_dist._collectives import TorchCollectives
 from ps_dist._nccl import NcclMessages
+from ps_dist._process_groups import ProcessGroups
 from ps_dist._roster import FAILED_ELSEWHERE, failed_ranks, name_ranks
 from ps_dist._session import CollectiveSession
 
@@ -34,20 +35,10 @@ _SHOWN_BYTES = 320
 """Bytes of the error message of a rank."""
 
 
-class NcclGroup(Protocol):
-    """Makes a group of NCCL's, as `ProcessGroups` does."""
-
-    def connect_nccl(self) -> Any:
-        """Make the group; it may also raise, or never return."""
-
-    def abort_nccl(self) -> None:
-        """Release the device, if a group was made."""
-
-
 class TransportChoice:
     """The decision of one connection, made once; see `TorchCollectives.reach`."""
 
-    def __init__(self, transport: str | None, groups: NcclGroup, store: Any, deadline_s: float) -> None:
+    def __init__(self, transport: str | None, groups: ProcessGroups, store: Any, deadline_s: float) -> None:
         """``transport``: what the user asked for. ``store``: torch's (any: its stubs have no base with all methods)."""
         self._transport, self._groups, self._store, self._deadline_s = transport, groups, store, deadline_s
         self._open = transport != "gloo"
@@ -104,7 +95,7 @@ class TransportChoice:
         failure = call.wait(self._deadline_s, lambda: session.error or self._marked(mark))
         if session.error:
             return
-        if call.failed:  # a rank that waits too long does so with all others
+        if call.error is not None:  # a rank that waits too long does so with all others
             self._store.set(mark, "")
         rows = session.exchange(failure.encode()[:_SHOWN_BYTES].ljust(_SHOWN_BYTES), "how connecting the cards went")
         reports += [row.decode(errors="replace").strip() for row in rows]

@@ -65,9 +65,9 @@ class Watchdog:
         self._unreachable: frozenset[int] = frozenset()
         self._has_read = False
         self._own_error = ""
-        self.has_ended: Callable[[int], bool] = _unknown
+        self.has_ended: Callable[[int], bool] = lambda rank: False
         """Asks a rank's computer whether the rank's process has ended; False: it is not known."""
-        self.abort: Callable[[], object] = str
+        self.abort: Callable[[], object] = lambda: None
         """Ends what devices wait for in vain; called once a wait has failed."""
         thread.check_wait = self._check_wait
         self._thread = Thread(target=self._run, name="ps_dist watchdog", daemon=True)
@@ -169,12 +169,7 @@ class Watchdog:
     def _publish(self, *, left: bool = False) -> None:
         self._writes += 1
         number, doing = self._comm.reached(self._history.last)
-        state = {
-            "number": number,
-            "doing": doing,
-            "tail": self._history.tail(),
-            "left": left,
-        }
+        state = {"number": number, "doing": doing, "tail": self._history.tail(), "left": left}
         self._store.set(f"state/{self._rank}", json.dumps([self._writes, state]))
 
     def _read_peers(self) -> None:
@@ -240,7 +235,3 @@ class Watchdog:
         silent_s = self._store_silent_s()
         if self._comm.error is None and (silent_s or not self._thread.is_alive()):
             self._judge_alone(store_silent_s=silent_s)
-
-
-def _unknown(rank: int) -> bool:
-    return False

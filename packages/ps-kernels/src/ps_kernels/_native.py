@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -81,12 +82,23 @@ class _Losses(ctypes.Structure):
 class Threads:
     """The number of threads, which all levels share."""
 
-    count: int
+    cores: int
+    """Cores that this process may use; 1 if the kernels were compiled without threads."""
+    default: int
+    """The number of threads while PyTorch is not imported."""
     process: int
+    count: int | None = None
+    """The number that `set_threads` was called with; None: as many as PyTorch's operators use on the calling thread."""
 
     def most(self, numel: int) -> int:
         """Return the number of threads for so many elements. It is one in a forked child, which has no pool."""
-        return min(self.count, numel // _NUMEL_PER_THREAD + 1) if os.getpid() == self.process else 1
+        if numel < _NUMEL_PER_THREAD or os.getpid() != self.process:
+            return 1
+        count = self.count
+        if count is None:
+            torch = sys.modules.get("torch")  # asked each time: a program may import it, and set its number, later
+            count = self.default if torch is None else min(self.cores, torch.get_num_threads())
+        return min(numel // _NUMEL_PER_THREAD + 1, count)
 
 
 class NativeBackend:
@@ -219,7 +231,8 @@ def native() -> dict[str, NativeBackend | str]:
         functions = _open(library())
     except (CompileFailed, OSError) as error:
         return dict.fromkeys(LEVELS, f"not compiled: {error}")
-    threads = Threads(count=_default_threads() if functions.ps_has_threads() else 1, process=os.getpid())
+    cores = _cores() if functions.ps_has_threads() else 1
+    threads = Threads(cores=cores, default=min(cores, _default_threads()), process=os.getpid())
     return {
         name: f"not for this kind of processor; compiled are {', '.join(compiled)}"
         if name not in compiled
@@ -234,9 +247,14 @@ def _open(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _default_threads() -> int:
     """Return the number of cores that this process may use, or ``OMP_NUM_THREADS`` if that is less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = _cores()
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return min(cores, max(1, int(asked))) if asked.isdigit() else cores
 

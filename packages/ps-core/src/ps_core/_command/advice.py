@@ -19,6 +19,9 @@ _IDLE = 0.1
 _FULL = 0.99
 _GAIN = 1.03
 """The least speed-up for which a change is mentioned."""
+_ACCUMULATE_IF_FASTER = 1.02
+"""More micro-batches are simulated if a training step without its optimizer steps is faster by this factor. It is below
+`_GAIN`: that time still contains norms, which accumulation takes less often."""
 _MOST_LEVERS = 3
 _WAITS = {
     "host->device": "uploads over the link",
@@ -80,7 +83,8 @@ def _faster(subject: Subject, found: Forecast) -> Iterator[str]:
 def _levers(subject: Subject, found: Forecast) -> Iterator[tuple[str, Training]]:
     """Yield changes of a training that fits, without other hardware."""
     training = replace(found.training, offload_checkpoints=found.offloads)
-    yield f"--accumulate {4 * training.accumulate}", replace(training, accumulate=4 * training.accumulate)
+    if found.passes_alone_s * _ACCUMULATE_IF_FASTER < found.step_time_s:
+        yield f"--accumulate {4 * training.accumulate}", replace(training, accumulate=4 * training.accumulate)
     if isinstance(subject, Trace):
         return
     yield f"--batch {2 * training.batch}", replace(training, batch=2 * training.batch)

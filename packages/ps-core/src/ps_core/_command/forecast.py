@@ -20,7 +20,7 @@ from ps_core._layout import lay_out
 from ps_core._plan import Tier
 from ps_core._planner.bounds import ALL_TIERS, Need, largest_extent_bytes, lower_bounds
 from ps_core._planner.eviction_policy import Policy
-from ps_core._planner.search import Planned, Search, Setup
+from ps_core._planner.search import Planned, Search, Setup, passes_alone_s
 from ps_core._program import Program
 from ps_core._simulate.clock import Prediction
 from ps_core._simulate.cluster import Cluster
@@ -164,6 +164,11 @@ class Forecast:
         return self._per_s(self.trace.tokens) * self.training.cluster.gpus
 
     @property
+    def passes_alone_s(self) -> float:
+        """Return the seconds of forward and backward passes, if optimizer steps took no time."""
+        return passes_alone_s(self.planned, self.training.machine, setup=self.training.setup())
+
+    @property
     def bound_tokens_per_s(self) -> float:
         """Return the tokens a second if segments overlapped as the plan allows."""
         return self.tokens_per_s * self.step_time_s / (self.prediction.bound_step_time_s or 1.0)
@@ -195,8 +200,10 @@ def forecast(subject: Subject, training: Training) -> Forecast:
         return way.roomy() or way.tight()
     keeping, offloading = (Way(subject, training, offload=offload) for offload in (False, True))
     plain = keeping.roomy()
-    if plain is not None and plain.prediction.stalled_s <= _STALLED * plain.step_time_s:
-        return plain
+    if plain is not None:
+        stalled = plain.prediction.stalled_s > _STALLED * plain.step_time_s
+        if not stalled or not offloading.beats(keeping):
+            return plain
     found = [one for one in (plain, offloading.roomy()) if one is not None] or _tight((keeping, offloading))
     return min(found, key=lambda one: one.step_time_s)
 
@@ -234,6 +241,10 @@ class Way:
         training = self._training
         waited_s = 0.0 if self._table is None else sum(self._table.seconds(training.machine))
         return self._trace.tokens * training.accumulate * training.cluster.gpus / (step_s + waited_s)
+
+    def beats(self, other: Way) -> bool:
+        """Return True if a few plans of this way are clearly better than as many of the other's."""
+        return self._search.beats(other._search)
 
     def tight(self) -> Forecast:
         """Return the plan for tight memory; raise `DoesNotFit` if there is none."""

@@ -26,7 +26,9 @@ from ps_core._simulate.machine import Machine
 _STREAM_STRIDES = (16, 8, 4, 2, 1)
 _GRID = 4
 """Number of evenly spaced trials of how many groups to keep resident."""
-_SAME = 1.02
+_MANY_INSTRS = 2_500
+"""Number of instructions in the first candidates above which no others are planned if these are equally fast."""
+_SAME = 1.005
 """Step times within this factor count as equal: moved bytes decide."""
 
 Score = tuple[float, int]
@@ -66,6 +68,8 @@ class Scorer:
         self._passes: dict[tuple[int, SegmentName], Priced] = {}
         """Costs of segments by the number of resident groups, which alone decides them."""
         self._known: dict[tuple[int, int], Score | NoRoom] = {}
+        self.planned_instrs = 0
+        """Number of instructions in all segments planned so far."""
         self._floor_s = float("inf")  # the least step time of any placement: the compute queue's work
 
     def placement(self, resident: int, stride: int) -> Placement:
@@ -109,10 +113,21 @@ class Scorer:
         moved = sum(sum(each.work.copied_bytes) + each.work.wire_bytes for each in priced)
         return sum(each.seconds for each in timed), moved
 
+    def _without_cpu_steps(self, found: Found) -> float:
+        """Return the step time of a placement if the CPU stepped in no time: stepping elsewhere is not faster."""
+        frame = make_frame(self.program, self.tiers, self.placement(found.resident, found.stride), self._policy)
+        *passes, step = [self._segment(frame, name, found.resident) for name in self.program.iteration()]
+        rows = zip(step.segment.instrs, step.work.seconds, strict=True)
+        free = [0.0 if instr.queue is Queue.CPU else seconds for instr, seconds in rows]
+        step = step._replace(work=step.work._replace(seconds=free))
+        return sum(timed.seconds for timed in self._issuing.time(frame.home, [*passes, step]))
+
     def _segment(self, frame: Frame, name: SegmentName, resident: int) -> Priced:
         key = resident, name
         if name is SegmentName.STEP or key not in self._passes:
-            self._passes[key] = self._issuing.price(frame.home, make_segment(frame, name))
+            segment = make_segment(frame, name)
+            self.planned_instrs += len(segment.instrs)
+            self._passes[key] = self._issuing.price(frame.home, segment)
         return self._passes[key]
 
     def refuse(self, found: Found, refusal: NoRoom) -> None:
@@ -131,6 +146,10 @@ class Scorer:
         if sum(self._sizes) > self.tiers[0].capacity_bytes:
             return None
         return self._better(None, len(self._sizes), 0)
+
+    def moves_nothing(self, found: Found) -> bool:
+        """Return True if a placement keeps everything on the compute tier."""
+        return found.resident == len(self._sizes)
 
     @cached_property
     def limits(self) -> tuple[int, int]:
@@ -160,9 +179,13 @@ class Scorer:
 
     def explore(self, known: Found) -> Found:
         """Return the best number of resident groups, from a grid and then near its best point."""
+        if self.planned_instrs > _MANY_INSTRS and self._all_equal():
+            return known
         least, most = self.limits
         grid = self._grid(least, most, _GRID)
         best = grid if grid is not None and beats(grid.score, known.score) else known
+        if self._all_equal():
+            return best
         step = (most - least) // (_GRID - 1)
         while step > 1:
             step = -(-step // 2)
@@ -170,6 +193,11 @@ class Scorer:
                 if least <= resident <= most:
                     best = self._better(best, resident, 0) or best
         return best
+
+    def _all_equal(self) -> bool:
+        """Return True if the step time is equal for all numbers of resident groups that were tried and work."""
+        times = [score[0] for score in self._known.values() if not isinstance(score, NoRoom)]
+        return max(times, default=0.0) <= _SAME * min(times, default=0.0)
 
     def _grid(self, least: int, most: int, points: int) -> Found | None:
         """Return the best of evenly spaced numbers; if none works, search between too few and too many."""
@@ -195,6 +223,8 @@ class Scorer:
     def stream(self, best: Found) -> Found:
         """Return the best placement with some of the lower groups stepped on the compute tier, if that helps."""
         if self.tiers[0].name != "device" or best.score[0] <= self._floor_s * _SAME:
+            return best
+        if best.score[0] <= self._without_cpu_steps(best) * _SAME:
             return best
         found: Found | None = best
         for stride in _STREAM_STRIDES:

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import accumulate
 
 from ps_core._errors import DoesNotFit, InvalidInput
-from ps_core._extents import Precision
+from ps_core._extents import Precision, SegmentName
 from ps_core._layout import Layout, lay_out, units
 from ps_core._plan import Plan, Tier, check_tiers
 from ps_core._planner.bounds import check_fits, largest_extent_bytes
@@ -24,7 +24,7 @@ from ps_core._planner.scores import Found, Scorer, beats
 from ps_core._planner.tier_division import NoRoom, make_frame
 from ps_core._program import Program
 from ps_core._simulate.clock import Prediction, simulate
-from ps_core._simulate.engine_timing import Issuing
+from ps_core._simulate.engine_timing import Issuing, Priced
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.steps_in_backward import EarlySteps
 from ps_core._trace import Trace
@@ -34,6 +34,8 @@ _GROUP_FACTORS = (1.52, 1.01, 0.52, 3.04, 6.08, 12.2)
 """Group sizes tried, in units of the trace's typical unit (for a GPT its feed-forward half: 1.5 is a layer)."""
 _QUICK_FACTORS = (1.52, 0.52)
 _MOST_GROUPS = 700
+_ENOUGH_INSTRS = 40_000
+"""Number of instructions in candidates after which no other group size is examined closely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,15 @@ class Search:
         best = _best(self._scorers, self._setup)
         return None if best is None else best[1].score[0]
 
+    def beats(self, other: Search) -> bool:
+        """Return True if a few candidates of this search are better than as many of the other's, which has a plan.
+
+        Both pack the same parameters; the group size that is best in the other search is compared.
+        """
+        scorer, found = _rough(other._scorers)[0]
+        own = _rough([self._scorers[other._scorers.index(scorer)]])
+        return bool(own) and beats(own[0][1].score, found.score)
+
     def tight(self) -> Planned:
         """Return the plan for tight memory, smallest groups first; `DoesNotFit` names the least that is missing."""
         programs = [scorer.program for scorer in self._scorers]
@@ -163,8 +174,7 @@ class Search:
     def _check_step(self, program: Program, plan: Plan) -> None:
         setup = self._setup
         issuing = _issuing(program, self._tiers, self._machine, setup)
-        priced = [issuing.price(plan.home, plan.segment(name)) for name in program.iteration()]
-        self._check_speed(sum(timed.seconds for timed in issuing.time(plan.home, priced)))
+        self._check_speed(sum(timed.seconds for timed in issuing.time(plan.home, _priced(issuing, program, plan))))
 
     def _check_speed(self, step_time_s: float) -> None:
         if step_time_s > self._slowest_s:
@@ -190,6 +200,14 @@ def plan_with(
     except NoRoom:
         raise InvalidInput("there is no room for this placement") from None
     return _checked(program, plan, machine, setup, placement)
+
+
+def passes_alone_s(planned: Planned, machine: Machine, *, setup: Setup) -> float:
+    """Return the seconds that the forward and backward passes of a training step take if no optimizer step is made."""
+    program, plan = planned.program, planned.plan
+    issuing = _issuing(program, plan.tiers, machine, replace(setup, step_in_backward=False))
+    passes = [priced for priced in _priced(issuing, program, plan) if priced.segment.name is not SegmentName.STEP]
+    return sum(timed.seconds for timed in issuing.time(plan.home, passes))
 
 
 def adopted(plan: Plan, trace: Trace, layout: Layout, machine: Machine, *, setup: Setup) -> Planned:
@@ -218,8 +236,7 @@ def _checked(program: Program, plan: Plan, machine: Machine, setup: Setup, place
     early: EarlySteps = {}
     if setup.step_in_backward:
         issuing = _issuing(program, plan.tiers, machine, setup)
-        step = [issuing.price(plan.home, plan.segment(name)) for name in program.iteration()]
-        early = issuing.early_steps(plan.home, step)
+        early = issuing.early_steps(plan.home, _priced(issuing, program, plan))
     speculative = setup.speculative
     return Planned(
         program=program, plan=plan, prediction=prediction, placement=placement, early=early, speculative=speculative
@@ -229,6 +246,11 @@ def _checked(program: Program, plan: Plan, machine: Machine, setup: Setup, place
 def _issuing(program: Program, tiers: tuple[Tier, ...], machine: Machine, setup: Setup) -> Issuing:
     early, undoable = setup.step_in_backward, setup.speculative
     return Issuing(program, tiers, machine, setup.ranks_per_node, in_backward=early, undoable=undoable)
+
+
+def _priced(issuing: Issuing, program: Program, plan: Plan) -> list[Priced]:
+    """Return the segments of one training step with their costs."""
+    return [issuing.price(plan.home, plan.segment(name)) for name in program.iteration()]
 
 
 # Layouts.
@@ -274,18 +296,29 @@ def group_sizes(trace: Trace, setup: Setup) -> list[int]:
 
 def _best(scorers: list[Scorer], setup: Setup) -> tuple[Scorer, Found] | None:
     """Return the best placement of all programs; one that moves nothing wherever there is room for it."""
-    resident = [(scorer, found) for scorer in scorers if (found := scorer.all_resident()) is not None]
-    if resident:
-        return min(resident, key=lambda row: row[1].score)
-    leader: tuple[Scorer, Found] | None = None
-    for scorer in scorers:
-        found = scorer.glance()
-        if found is not None and (leader is None or beats(found.score, leader[1].score)):
-            leader = scorer, found
-    if leader is None:
-        return None
-    scorer, found = leader
-    return scorer, scorer.stream(found if setup.quick else scorer.explore(found))
+    rough = _rough(scorers)
+    if not rough or rough[0][0].moves_nothing(rough[0][1]):
+        return rough[0] if rough else None
+    best: tuple[Scorer, Found] | None = None
+    for scorer, found in rough:
+        if best is not None and (setup.quick or sum(each.planned_instrs for each in scorers) > _ENOUGH_INSTRS):
+            break
+        refined = scorer.stream(found if setup.quick else scorer.explore(found))
+        if best is None or beats(refined.score, best[1].score):
+            best = scorer, refined
+    return best
+
+
+def _rough(scorers: list[Scorer]) -> list[tuple[Scorer, Found]]:
+    """Return a good placement of each program after trying few, the best first; if any moves nothing, only those."""
+    found = [(scorer, one) for scorer in scorers if (one := scorer.all_resident()) is not None]
+    if found:
+        return sorted(found, key=lambda row: row[1].score)
+    found = [(scorer, one) for scorer in scorers if (one := scorer.glance()) is not None]
+    for place in range(1, len(found)):  # the leader first: "clearly better" is no order to sort by
+        if beats(found[place][1].score, found[0][1].score):
+            found[0], found[place] = found[place], found[0]
+    return [*found[:1], *sorted(found[1:], key=lambda row: row[1].score)]
 
 
 def _tight(

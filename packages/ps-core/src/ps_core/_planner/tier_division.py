@@ -19,6 +19,8 @@ from ps_core._program import Program
 from ps_core._units import align_up
 
 _SIZE_CLASSES = 32
+_LATE_SUMS = 1
+"""Gradients that wait for their sums over ranks, besides those of two moments, without delaying backward."""
 
 
 class NoRoom(Exception):
@@ -107,7 +109,8 @@ def make_frame(
     groups = program.stepped if program.sharded else ()
     scratch = max((program.bytes_of(Extent(Kind.WIRE, group)) for group in groups), default=0)
     classes = _classes(program)
-    gathered, deep = _gathered(program, placement, arena - scratch, classes)
+    room, gathered, deep = _divide(program, placement, arena - scratch, classes)
+    line, arena = line - arena + scratch + room, scratch + room
     return Frame(
         program=program,
         tiers=tiers,
@@ -135,25 +138,35 @@ def _classes(program: Program) -> tuple[int, int]:
     return align_up(shard // _SIZE_CLASSES + 1), align_up(shard * program.ranks // _SIZE_CLASSES + 1)
 
 
-def _gathered(program: Program, placement: Placement, arena: int, classes: tuple[int, int]) -> tuple[int, bool]:
-    """Return the bytes of the compute tier's arena for gathered groups, and whether they allow gathering ahead.
+def _divide(program: Program, placement: Placement, arena: int, classes: tuple[int, int]) -> tuple[int, int, bool]:
+    """Return the bytes of the compute tier's arena that are used, those of them for gathered groups, and whether these
+    allow gathering ahead.
 
     Shards are small, and expensive because they cross the link. Gathered groups are large and cheap. So all shards from
-    below stay if there is room for them. The remaining bytes keep groups gathered from forward to backward.
+    below stay if there is room for them. The remaining bytes keep groups gathered from forward to backward. If ranks
+    map all weights, gathered groups need no bytes. Only gradients do, which nothing reads after their sums: then a few
+    are enough.
     """
     if not program.sharded:
-        return 0, False
+        return arena, 0, False
     least, deep = _gathered_needs(program, classes[1])
     groups = range(len(placement.weights))
     shards = [align_up(program.bytes_of(Extent(program.weight_of(group), group)), classes[0]) for group in groups]
     below = [size for group, size in enumerate(shards) if placement.home_tier(program.weight_of(group), group)]
     summed = [size for group, size in enumerate(shards) if not program.overwritten(group)]
-    passing = 3 * max(below, default=max(summed, default=0))
+    passing = max(below, default=max(summed, default=0))
+    if all(group.common for group in program.layout.groups):
+        gradients = [align_up(program.bytes_of(Extent(Kind.GRAD, group)), classes[1]) for group in program.stepped]
+        few = deep + _LATE_SUMS * max(gradients, default=0)
+        enough = sum(below) + 2 * passing + few
+        if enough <= arena:
+            return enough, few, True
+    passing *= 3
     if sum(below) + passing + deep <= arena:
-        return arena - sum(below) - passing, True
+        return arena, arena - sum(below) - passing, True
     if passing + deep <= arena:
-        return deep, True
-    return max(min(least, arena - passing), 0), False
+        return arena, deep, True
+    return arena, max(min(least, arena - passing), 0), False
 
 
 def _gathered_needs(program: Program, size_class: int) -> tuple[int, int]:

@@ -16,6 +16,8 @@ from ps_core._simulate.host_worker_times import HostWorker
 _STREAMS = tuple([queue for queue in Queue if queue is not Queue.CPU])
 _DIRECTIONS = {Queue.H2D: 0, Queue.D2H: 1}
 _DISKS = (Queue.DISK_R, Queue.DISK_W)
+NO_WORK = -1
+"""No piece of the worker's work. Pieces are numbered in the order in which the worker does them."""
 
 
 EarlySeconds: TypeAlias = Mapping[int, Sequence[tuple[Instr, float]]]
@@ -28,8 +30,8 @@ class Ran(NamedTuple):
     instr: Instr
     begin: float
     end: float
-    work: int = -1
-    """The number of the worker's piece of work, which says when it ran; -1: the worker did not do it."""
+    work: int = NO_WORK
+    """The number of the worker's piece of work, which says when it ran."""
 
 
 class Timeline:
@@ -48,8 +50,8 @@ class Timeline:
         """The time at which each queue is free; the processor's: the end of the worker's waits for others."""
         self.touching: dict[int, int] = {}
         """The worker's last piece of work on each home slot."""
-        self.leaving: list[int] = []
-        """Pieces of work on slots that were released before the work was over."""
+        self.leaving = NO_WORK
+        """The last piece of work on a slot that was released before the work was over."""
         self.log: list[Ran] | None = None
         """What ran, in order of launch; None: not recorded."""
 
@@ -80,7 +82,7 @@ class Timeline:
         """Finish; return what was recorded, with the times of the worker's work too."""
         self.finish()
         return [
-            row if row.work < 0 or self.worker is None else Ran(row.instr, *self.worker.span(row.work))
+            row if row.work == NO_WORK or self.worker is None else Ran(row.instr, *self.worker.span(row.work))
             for row in self.log or ()
         ]
 
@@ -98,8 +100,10 @@ class _Walk:
         self._seconds, self._early = seconds, early
         self._worker = timeline.worker
         self.touching = dict(timeline.touching)
-        self._queues = {queue: [p for p, instr in enumerate(segment.instrs) if instr.queue is queue] for queue in Queue}
-        self._queues = {queue: line for queue, line in self._queues.items() if line}
+        queues: dict[Queue, list[int]] = {queue: [] for queue in Queue}
+        for place, instr in enumerate(segment.instrs):
+            queues[instr.queue].append(place)
+        self._queues = {queue: line for queue, line in queues.items() if line}
         self._at = dict.fromkeys(self._queues, 0)
         self._ends: list[float | None] = [None] * len(segment.instrs)
         self._waited = 0.0
@@ -149,32 +153,38 @@ class _Walk:
         return moved
 
     def _ready(self, instr: Instr) -> bool:
+        ends = self._ends
         try:
-            return all(self._ends[earlier] is not None for earlier in instr.after)
+            for earlier in instr.after:  # all() of a generator takes three times as long
+                if ends[earlier] is None:
+                    return False
         except IndexError as error:
             raise PlanMismatch("an instruction waits for one that comes later") from error
+        return True
 
     def _is_next(self, moment: int) -> bool:
         line, at = self._queues[Queue.COMPUTE], self._at[Queue.COMPUTE]
         return at < len(line) and line[at] == moment and self._ready(self._instrs[moment])
 
-    def _waits(self, instr: Instr) -> list[int]:
-        """Return the worker's pieces of work that the host thread waits for before it issues an instruction."""
+    def _wait(self, instr: Instr) -> int:
+        """Return the last piece of the worker's work that the host thread waits for before it issues an instruction."""
         if self._worker is None or instr.queue is Queue.CPU:
-            return []
-        if isinstance(instr.op, Copy) and instr.queue not in _DISKS:
-            return [self.touching[slot] for slot in (instr.op.source, instr.op.target) if slot in self.touching]
-        return self._line.leaving if isinstance(instr.op, Reserve) and instr.op.tier else []
+            return NO_WORK
+        op = instr.op
+        if isinstance(op, Copy) and instr.queue not in _DISKS:
+            return max(self.touching.get(op.source, NO_WORK), self.touching.get(op.target, NO_WORK))
+        return self._line.leaving if isinstance(op, Reserve) and op.tier else NO_WORK
 
     def _would_block(self, instr: Instr) -> bool:
-        worker, now = self._worker, self._line.now
-        return worker is not None and any(not worker.done(work, now) for work in self._waits(instr))
+        work = self._wait(instr)
+        return work != NO_WORK and self._worker is not None and not self._worker.done(work, self._line.now)
 
     def _issue(self, place: int) -> None:
         line, instr, took = self._line, self._instrs[place], self._seconds[place]
         worker = self._worker
         if worker is not None:
-            for work in self._waits(instr):
+            work = self._wait(instr)
+            if work != NO_WORK:
                 line.now = max(line.now, worker.end(work))
             if instr.queue is Queue.CPU:
                 self._to_worker(worker, place, instr)
@@ -220,6 +230,4 @@ class _Walk:
         self._begin_early(place, self._waited)
 
     def _release(self, op: Release) -> None:
-        work = self.touching.pop(op.slot, None)
-        if work is not None:
-            self._line.leaving.append(work)
+        self._line.leaving = max(self._line.leaving, self.touching.pop(op.slot, NO_WORK))

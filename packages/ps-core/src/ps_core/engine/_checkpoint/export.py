@@ -44,13 +44,15 @@ def save_weights(
     Weights are written in the type that the model computes with. With ``masters``, trained ones are in fp32, unrounded.
     Where several processes share the model, all call this, and rank 0 writes. Return True on the process that wrote.
     """
-    engine = hooks_of(model).engine
+    hooks = hooks_of(model)
+    engine = hooks.engine
     ranks = CheckpointRanks(engine.together)
     with ranks.all_or_none("save_weights"):
         engine.check_usable()
         check_outside("saved")
     finish_pass_for(engine, "saved")
-    whole = hooks_of(model)._model()
+    hooks.manage_added()
+    whole = hooks._model()
     rows = sorted(_rows(engine, masters=masters), key=lambda row: (-row[0].dtype.itemsize, row[1].group.index))
     plain = dict(plain_tensors(model if whole is None else whole))
     entries = [row[0] for row in rows] + [

@@ -36,7 +36,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
     they are. Return two lists: names that the files lack, and names in the files that the model lacks. With ``strict``
     such names raise `CheckpointMismatch`, before anything is changed.
     """
-    engine = hooks_of(model).engine
+    hooks = hooks_of(model)
+    engine = hooks.engine
     ranks = CheckpointRanks(engine.together)
     with ranks.all_or_none("load_weights"):
         engine.check_usable(loading=engine.usability.half_loaded.startswith("load_weights("))
@@ -45,6 +46,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
         if ranks.leads and not path.is_file() and not is_checkpoint(path):
             AtomicFolder(path).recover()  # it may be a checkpoint whose overwriting was cut short
     finish_pass_for(engine, "loaded")
+    hooks.manage_changes()
     with ranks.all_or_none("load_weights"):
         found, known = list(_files(path)), _targets(model)
         targets = _matched(found, known, getattr(model, "base_model_prefix", ""))

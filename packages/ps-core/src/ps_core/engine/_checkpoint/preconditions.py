@@ -11,7 +11,15 @@ from torch import nn
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core.engine._checkpoint.atomic_folder import MANIFEST
-from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, EXTRA, Sections, TensorSource, entries, extra_states
+from ps_core.engine._checkpoint.checkpoint_tensors import (
+    BUFFERS,
+    EXTRA,
+    Sections,
+    TensorSource,
+    contents,
+    entries,
+    extra_states,
+)
 from ps_core.engine._checkpoint.completeness import states_of
 from ps_core.engine._checkpoint.json_values import decode
 from ps_core.engine._checkpoint.manifest import SavedCheckpoint
@@ -25,10 +33,7 @@ from ps_core.engine._parameters.state_transitions import GradientPlace
 
 
 def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:
-    """Return a managed model and its engine; raise `InvalidInput` if the optimizer was not made with it.
-
-    The optimizer's groups then have all parameters that are trained.
-    """
+    """Return a managed model and its engine; raise `InvalidInput` if the optimizer was not made with it."""
     management = hooks_of(model)
     engine, whole = management.engine, management._model()
     if whole is None:
@@ -42,8 +47,14 @@ def managed_pair(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Engine]:
         raise InvalidInput(f"expected the optimizer that chunked(...) returned with this model, found {found}")
     if optimizer._gradients is not engine:
         raise InvalidInput("this optimizer is another model's: pass the one that chunked(...) returned with this model")
-    optimizer.complete_groups()
     return whole, engine
+
+
+def all_contents(model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer | None) -> Sections:
+    """Return every tensor by section; the optimizer's groups then have all parameters that are trained."""
+    if optimizer is not None:
+        optimizer.complete_groups()
+    return contents(model, engine, optimizer)
 
 
 def finish_pass_for(engine: Engine, what: str) -> None:
@@ -54,6 +65,8 @@ def finish_pass_for(engine: Engine, what: str) -> None:
     engine.finish_pass()
     engine.check_writes()
     engine.stepping.check_saved(what)
+    if any(record.gradient is not GradientPlace.NONE for record in engine.records):  # the same on all ranks
+        engine.updater.before_gradient(engine.records)  # forgets sums to which no rank gave anything
     waiting = [record.name for record in engine.records if record.gradient is not GradientPlace.NONE]
     if waiting:
         raise InvalidInput(
@@ -91,6 +104,10 @@ def targets_of(saved: SavedCheckpoint, sections: Sections) -> tuple[Sections, di
     return {**sections, "weights": parameters, "masters": parameters, EXTRA: kept}, extra
 
 
+_FROZEN_HERE = "trained in the checkpoint, frozen in the model: call requires_grad_(True) on it before you load"
+_TRAINED_HERE = (
+    "frozen in the checkpoint, trained in the model: freeze it before chunked(...), and unfreeze it after you load"
+)
 SHOWN = 8
 """Differences that a message lists; the rest is counted."""
 
@@ -159,9 +176,11 @@ def _of_parameters(saved: SavedCheckpoint, engine: Engine, *, training: bool) ->
     own, theirs = parameters_of(engine), saved.manifest["parameters"]
     yield from _names("parameter", theirs, own)
     for name, row in own.items():
-        for key in ("shape", "dtype", "trainable") if training else ("shape",):
+        for key in ("shape", "dtype") if training else ("shape",):
             if name in theirs and theirs[name][key] != row[key]:
                 yield f"{name!r}: {key} {theirs[name][key]} in the checkpoint, {row[key]} in the model"
+        if training and name in theirs and theirs[name]["trainable"] is not row["trainable"]:
+            yield f"{name!r}: {_FROZEN_HERE if theirs[name]['trainable'] else _TRAINED_HERE}"
 
 
 def _of_the_rest(saved: SavedCheckpoint, model: nn.Module, sections: Sections) -> Iterator[str]:

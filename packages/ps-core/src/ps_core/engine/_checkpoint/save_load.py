@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder
-from ps_core.engine._checkpoint.checkpoint_tensors import EXTRA, TensorSource, contents, extra_states
+from ps_core.engine._checkpoint.checkpoint_tensors import EXTRA, TensorSource, extra_states
 from ps_core.engine._checkpoint.completeness import MOMENTS
 from ps_core.engine._checkpoint.json_values import encode
 from ps_core.engine._checkpoint.manifest import read_manifest
 from ps_core.engine._checkpoint.preconditions import (
+    all_contents,
     as_state_dict,
     check,
     check_outside,
@@ -49,14 +50,16 @@ def save_checkpoint(
     process that is killed, at any time, leaves either the old checkpoint or the new one. Where several processes share
     the model, all call this with equal arguments, and each writes its shards.
     """
-    ranks = CheckpointRanks(hooks_of(model).engine.together)
+    hooks = hooks_of(model)
+    ranks = CheckpointRanks(hooks.engine.together)
     with ranks.all_or_none("save_checkpoint"):
         model, engine = managed_pair(model, optimizer)
         engine.check_usable()
         check_outside("saved")
     finish_pass_for(engine, "saved")
+    hooks.manage_changes()
     with ranks.all_or_none("save_checkpoint"):
-        sections = contents(model, engine, optimizer)
+        sections = all_contents(model, engine, optimizer)
         manifest, sections[EXTRA] = _manifest(model, engine, optimizer, dict(extra or {}))
     if ranks.several:
         agree(ranks, manifest, sections[EXTRA], overwrite=overwrite)
@@ -104,7 +107,8 @@ def load_checkpoint(
     Budget, device, group size and the number of processes may differ. For a model without an optimizer, only weights
     and buffers are loaded.
     """
-    ranks = CheckpointRanks(hooks_of(model).engine.together)
+    hooks = hooks_of(model)
+    ranks = CheckpointRanks(hooks.engine.together)
     with ranks.all_or_none("load_checkpoint"):
         model, engine = managed_pair(model, optimizer)
         engine.check_usable(loading=True)
@@ -112,11 +116,12 @@ def load_checkpoint(
         folder = AtomicFolder(path)
         if ranks.leads:
             folder.recover()
+    hooks.manage_changes()
     with ranks.all_or_none("load_checkpoint"):
         saved = read_manifest(folder.path, files_too=ranks.leads)
     ranks.agree("the checkpoint that is loaded", f"{saved.path.name} ({saved.fingerprint})")
     with ranks.all_or_none("load_checkpoint"):
-        sections = contents(model, engine, optimizer)
+        sections = all_contents(model, engine, optimizer)
         check(saved, model, engine, optimizer, sections)
         random = None if optimizer is None else saved.random_of(ranks.rank)
     targets, extra_tensors = targets_of(saved, sections)

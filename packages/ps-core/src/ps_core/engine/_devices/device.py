@@ -133,6 +133,10 @@ class Device(Protocol):
     """True if all work is done when its call returns, so that nothing has to be waited for, or declared."""
 
     @property
+    def runs_here(self) -> bool:
+        """Return True on a thread that does the device's work: it must not wait for that, or close the device."""
+
+    @property
     def worker(self) -> Worker | None:
         """Return the thread that does the processor's part of a plan; None: the host thread does that itself."""
 

@@ -36,6 +36,8 @@ class _Job:
 
     waits: list[Callable[[], object]]
     work: Callable[[], object]
+    threads: int
+    """Number of threads that PyTorch's operators use on the thread that launched the work."""
     over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -127,7 +129,7 @@ class HostWorker:
         if self._thread is None:
             self._start()
         waits, self._waits = self._waits, []
-        job = _Job(waits, work)
+        job = _Job(waits, work, torch.get_num_threads())
         self._jobs.put(job)
         self._last = WorkDone(job.over, self._failure)
         return self._last
@@ -157,16 +159,24 @@ class HostWorker:
         error, self._failure.error = self._failure.error, None
         return error
 
-    def close(self) -> None:
-        """Finish what was launched, whether it fails or not, and end the thread; a second call does nothing.
+    @property
+    def runs_here(self) -> bool:
+        """Return True on the worker's thread: it must not wait for its work, or call `close`."""
+        return threading.current_thread() is self._thread
 
-        The garbage collector may free a model on any thread, this one included: then the thread ends after its work.
-        """
+    def close(self) -> None:
+        """Finish what was launched, whether it fails or not, and end the thread; a second call does nothing."""
         thread, self._thread = self._thread, None
         self._last = None
         self._stop()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None:
             thread.join()
+
+
+def _set_threads(count: int) -> None:
+    """Set the number of CPU threads for operators and kernels on this thread: PyTorch has a number for each thread."""
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
 
 
 def _work(jobs: SimpleQueue[_Job | None], failure: _Failure, prepare: Callable[[], None]) -> None:
@@ -181,6 +191,7 @@ def _work(jobs: SimpleQueue[_Job | None], failure: _Failure, prepare: Callable[[
                 for wait in job.waits:
                     wait()
                 if failure.error is None:
+                    _set_threads(job.threads)
                     job.work()
             except BaseException as error:  # the host thread raises it
                 failure.error = error

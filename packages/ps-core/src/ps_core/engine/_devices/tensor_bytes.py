@@ -18,6 +18,7 @@ Storages that `untyped_storage().resize_()` changed, until the tensor is next an
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -84,7 +85,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         self.current_bytes = 0
         self._peak_bytes = 0
         self._counting = False
-        self._began_in_inference = False
+        self._guards_before = 0
         self._pause = _Pause()
         self._lives: dict[int, _TrackedStorage] = {}
         self._died_callback: Callable[[Any], None] = self._died
@@ -96,9 +97,12 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         if not self._sees_fakes() and any(torch._C._get_dispatch_mode(key) is not None for key in _INFRASTRUCTURE):
             return
         self._counting = True
-        if not self._is_on_stack():
-            self._began_in_inference = torch.is_inference_mode_enabled()
-            _put_at_bottom(self)
+        if self._is_on_stack():
+            if _sees_operators():
+                return
+            _take_out(self)  # an inference_mode ended that was on when it began
+        self._guards_before = _inference_guards()
+        _put_at_bottom(self)
 
     def stop(self) -> bool:
         """Stop counting; a second call does nothing. Return True if this took the mode off the stack.
@@ -111,7 +115,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         - an `inference_mode` was entered since `start`: its end makes operators look for the earlier mode.
         """
         self._counting = False
-        entered_since = torch.is_inference_mode_enabled() and not self._began_in_inference
+        entered_since = _sees_operators() and _inference_guards() > self._guards_before
         found = self._is_on_stack() and not entered_since
         if found:
             _take_out(self)
@@ -222,6 +226,19 @@ def _shared(key: int, args: Iterable[Any], kwargs: dict[str, Any] | None) -> boo
         elif isinstance(arg, list | tuple) and _shared(key, arg, None):
             return True
     return kwargs is not None and _shared(key, kwargs.values(), None)
+
+
+def _sees_operators() -> bool:
+    """Return True if operators look for modes on this thread's stack; an `inference_mode` restores that as it ends."""
+    return torch._C._dispatch_tls_is_dispatch_key_included("Python")
+
+
+def _inference_guards() -> int:
+    """Return a number that grows with each `inference_mode` that is entered, on or off, until it is left.
+
+    Each of them refers to its class; PyTorch itself tells only whether the innermost one is on.
+    """
+    return sys.getrefcount(torch._C._InferenceMode)
 
 
 def _put_at_bottom(mode: TorchDispatchMode) -> None:

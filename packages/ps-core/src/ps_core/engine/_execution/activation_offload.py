@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ps_core._errors import PlanMismatch
+from ps_core.engine._devices.hide_from_modes import hidden_from_modes
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.plan_driver import PlanDriver
@@ -121,6 +122,7 @@ class _ByEngine:
         return activation
 
     @defer_interrupts
+    @hidden_from_modes
     def _move(self, activation: OffloadedActivation) -> None:
         passes, tensor = self._passes, activation.held
         assert tensor is not None, "it was not moved before"
@@ -138,6 +140,7 @@ class _ByEngine:
             self.finish_offloads()
 
     @defer_interrupts
+    @hidden_from_modes
     def finish_offloads(self) -> None:
         """Make the compute queue wait for the copies that read tensors of PyTorch's."""
         if self._launched:
@@ -145,6 +148,7 @@ class _ByEngine:
             self._launched = False
 
     @defer_interrupts
+    @hidden_from_modes
     def restore(self, activation: OffloadedActivation) -> torch.Tensor:
         """Copy an activation back into new memory of the device."""
         if activation.held is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from threading import Thread
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ps_core._errors import InvalidInput
 from ps_core.engine._execution.engine import Engine
@@ -40,12 +42,25 @@ class ModelLifetime:
         model = self._model()
         if not self._owners and model is not None:
             self.watch(model)  # others may have taken the parameters over
-        if not self._owners and not self._engine.usability.released:
+        if self._owners or self._engine.usability.released:
+            return
+        if self._engine.store.device.runs_here:  # this thread would wait for itself
+            Thread(target=_free_memory, args=(self._engine,), name="ps_core end", daemon=True).start()
+        else:
             _free_memory(self._engine)
 
 
 def _free_memory(engine: Engine) -> None:
-    """Release all chunks and slots; nothing can use the parameters any more."""
+    """Release all chunks and slots; nothing can use the parameters any more.
+
+    The garbage collector may call this within any code, so modes of PyTorch that are on there must see none of it.
+    """
+    engine.passes.nonmodel.stop()  # the last backward pass may have left its mode on
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        _free_tiers(engine)
+
+
+def _free_tiers(engine: Engine) -> None:
     forked = engine.store.forked  # then the tiers are the parent's
     engine.usability.mark_released()
     engine.residency.exposed.clear()
@@ -60,7 +75,6 @@ def _free_memory(engine: Engine) -> None:
             engine.residency.unbind(record)
         if not forked:
             engine.residency.release_chunks(group)
-    engine.passes.nonmodel.stop()  # the last backward pass may have left its mode on
     if engine.passes.recording is not None:
         uninstall()
     if not forked:

@@ -199,7 +199,7 @@ class Engine:
         if self.store.stays_with_process:
             self.store.check_process()
         passes = self.passes
-        if passes.recording is not None or passes.nonmodel.counting or self.residency.exposed.bounds:
+        if passes.recording is not None or passes.deferred or passes.nonmodel.counting or self.residency.exposed.bounds:
             if passes.threads.inside or passes.threads.backward:
                 passes.threads.check("a step, or a use of states or gradients,")
             passes.finish()
@@ -325,6 +325,10 @@ class Engine:
         """Note that an optimizer's state dict was loaded whole."""
         self.stepping.end()
         self.masters.states_loaded()
+        self.updater.compare()
+
+    def compare_writes(self) -> None:
+        """Raise `RanksDiverged` unless all ranks wrote the same; one process compares nothing."""
         self.updater.compare()
 
     def read(self, record: ParamState) -> torch.Tensor:

@@ -65,6 +65,10 @@ class ModelHooks:
         """The parameters that `_look_at` found the last time."""
         self._frozen: list[ParamState] = []
         """Managed parameters that do not require gradients, so that they have no hook."""
+        self._computes_with_copies = False
+        """True if the call that begins computes with copies of added parameters."""
+        self._copied: list[tuple[nn.Module, str, nn.Parameter]] = []
+        """Added parameters in whose places the running call has copies, with module and name."""
         self._lifetime = ModelLifetime(model, engine)
 
     @property
@@ -141,7 +145,7 @@ class ModelHooks:
             self.engine.passes.scheduler.before_forward(model, args, kwargs)
             depth = self.engine.saved.depth
             try:
-                self._enter()
+                self._enter(model)
                 result = self._call(call, args, kwargs)
                 self._end_forward(depth)
             except BaseException:
@@ -153,19 +157,23 @@ class ModelHooks:
                 del threads.inside[FORWARD]
 
     @defer_interrupts
-    def _enter(self) -> None:
+    def _enter(self, model: nn.Module) -> None:
         self._running = True
         self.engine.enter()
+        if self._computes_with_copies:
+            self._put_copies(model)
 
     @defer_interrupts
     def _end_forward(self, depth: int) -> None:
         self._running = False
+        self._take_copies_out()
         self.engine.saved.pop_to(depth)
         self.engine.end_root_forward()
 
     @defer_interrupts
     def _break_off(self, depth: int) -> None:
         self._running = False
+        self._take_copies_out()
         self.engine.saved.pop_to(depth)
         self.engine.abort()
 
@@ -182,18 +190,62 @@ class ModelHooks:
         """
         between = not self._running and (torch._C._current_graph_task_id() == -1 or not recomputing())
         between = between and not self.engine.usability.materializing  # where parameters are ordinary ones
+        owner_ids, parameters, has_compiled = _look_at(model)
+        self._computes_with_copies = False
+        if between and not (owner_ids == self._owner_ids and all(map(is_, parameters, self._parameters))):
+            if self._may_be_alone() and any(map(_is_new, parameters)):
+                self._computes_with_copies = True
+            else:
+                self._manage(model, owner_ids, parameters)
         for record in self._frozen:
             if record.parameter.requires_grad and between and torch.is_grad_enabled():
                 self._train_frozen()
                 break
-        owner_ids, parameters, has_compiled = _look_at(model)
-        if (owner_ids == self._owner_ids and all(map(is_, parameters, self._parameters))) or not between:
-            return has_compiled
+        return has_compiled
+
+    def _may_be_alone(self) -> bool:
+        """Return True if no other rank need make this call: without a plan, one may evaluate by itself."""
+        several = self.engine.together is not None and self.scheduler.training
+        return several and self.scheduler.plan is None and not torch.is_grad_enabled()
+
+    def _put_copies(self, model: nn.Module) -> None:
+        """Compute with added parameters as other calls do that manage them, for which ranks would have to meet."""
+        device, copies = self.engine.store.device.torch_device, dict[int, nn.Parameter]()
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or not _is_new(parameter):
+                    continue
+                if id(parameter) not in copies:
+                    copy = parameter.detach().to(device, self._cast or parameter.dtype, copy=True)
+                    copies[id(parameter)] = nn.Parameter(copy, requires_grad=parameter.requires_grad)
+                self._copied.append((module, name, parameter))
+                module._parameters[name] = copies[id(parameter)]
+        move_unmanaged(model, device)
+
+    def _take_copies_out(self) -> None:
+        while self._copied:
+            module, name, parameter = self._copied.pop()
+            module._parameters[name] = parameter
+
+    def _manage(self, model: nn.Module, owner_ids: list[int], parameters: list[nn.Parameter]) -> None:
+        """Manage those of the model's present parameters that are not managed yet."""
         self._lifetime.watch(model)
-        if any(type(parameter) is nn.Parameter and parameter.is_floating_point() for parameter in parameters):
+        if any(map(_is_new, parameters)):
             self._take_in(model)
         self._owner_ids, self._parameters = owner_ids, parameters
-        return has_compiled
+
+    def manage_added(self) -> None:
+        """Manage parameters that were added since the last pass, so that a checkpoint has them as parameters."""
+        model = self._model()
+        if model is not None and not self._running:
+            owner_ids, parameters, _ = _look_at(model)
+            self._manage(model, owner_ids, parameters)
+
+    def manage_changes(self) -> None:
+        """Manage parameters that were added, and train those unfrozen, since the last pass: checkpoints tell both."""
+        self.manage_added()
+        if self.scheduler.training and not self._running:
+            self.train_unfrozen()
 
     def train_unfrozen(self) -> None:
         """Begin to train the parameters that were unfrozen since the last pass, if there are any."""
@@ -232,6 +284,11 @@ class ModelHooks:
     def release(self) -> None:
         """Return plain parameters on the CPU, in the computed type: other tiers may have too little memory."""
         return_parameters(self.engine, self._model(), self.remove)
+
+
+def _is_new(parameter: nn.Parameter) -> bool:
+    """Return True for a parameter that is to be managed, and is not yet."""
+    return type(parameter) is nn.Parameter and parameter.is_floating_point()
 
 
 def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:

@@ -11,6 +11,13 @@ from typing import Any
 import torch
 
 from ps_core._errors import UnsupportedParameter
+from ps_core.engine._devices.hide_from_modes import (
+    dispatch_modes,
+    function_modes,
+    hidden_from_modes,
+    modes_are_off,
+    modes_off,
+)
 from ps_core.engine._execution.build_components import Components
 from ps_core.engine._execution.host_embedding_tables import HostTables
 from ps_core.engine._execution.instruction_executor import Diverged
@@ -116,6 +123,7 @@ class ParameterAccess:
         for record in changed:
             self._refuse_change(record)
 
+    @hidden_from_modes
     def _refuse_change(self, record: ParamState) -> None:
         record.counted_version = version_of(record.parameter)
         if record.bound is not None:
@@ -164,7 +172,11 @@ class ParameterAccess:
                 or bound is None
                 or bound.slot.version != group.weight_chunk.version
             ):
-                self._bind(records)
+                if dispatch_modes() or function_modes():
+                    with modes_off():
+                        self._bind(records)
+                else:
+                    self._bind(records)
                 break
         if passes.nonmodel.counting and passes.current is not None:
             for record in records:
@@ -186,11 +198,15 @@ class ParameterAccess:
 
     def _touch_resident(self, records: list[ParamState]) -> None:
         for record in records:
-            if record.contents is not SlotContents.WEIGHT:
-                with torch.no_grad():
-                    self._gradients.restore_weights(record.group)
-            if record.bound is None:
-                self._residency.bind(record)
+            if record.contents is not SlotContents.WEIGHT or record.bound is None:
+                self._bind_resident(record)
+
+    @hidden_from_modes
+    def _bind_resident(self, record: ParamState) -> None:
+        if record.contents is not SlotContents.WEIGHT:
+            with torch.no_grad():
+                self._gradients.restore_weights(record.group)
+        self._residency.bind(record)
 
     # Gradients.
 
@@ -208,6 +224,10 @@ class ParameterAccess:
         passes.attach()  # which asks whether gradients are made
         if torch.is_grad_enabled():
             with torch.no_grad():
+                self.arrive(record, gradient)
+            return
+        if (dispatch_modes() or function_modes()) and not modes_are_off():
+            with modes_off():
                 self.arrive(record, gradient)
             return
         in_moment = passes.moment in (group.last_read_moment, group.last_grad_moment)

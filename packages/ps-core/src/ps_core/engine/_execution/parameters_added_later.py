@@ -110,6 +110,7 @@ def _cut(engine: Engine, group: ParamGroup, chosen: list[ParamState], *, accumul
     for record, _, value in before:
         write_value(record, value, engine)
     engine.residency.release_chunks(group)
+    engine.residency.free_common(group)
 
 
 def _reserve(engine: Engine, groups: list[ParamGroup], *, accumulates: bool) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from ps_core._errors import DoesNotFit
+from ps_core._errors import DeviceOutOfMemory, DoesNotFit
+from ps_core.engine._devices.hide_from_modes import dispatch_modes, function_modes, modes_are_off, modes_off
 from ps_core.engine._execution.build_components import Components
 from ps_core.engine._execution.driver_protocols import PassDriver, Scheduler
 from ps_core.engine._execution.instruction_executor import Diverged
@@ -78,6 +79,8 @@ class PassTracker:
         """True if an exception ended the last pass; `finish` sets it."""
         self.followed = False
         """True if the last pass left its plan, and a driver went on that takes part in the plan's collectives."""
+        self.deferred: PassDriver | None = None
+        """The driver of an ended pass whose collectives wait for memory; None: there is none."""
         self.recording: PassRecording | None = None
         """The recording of the present pass; None between passes."""
         self.current: MomentRecord | None = None
@@ -121,6 +124,8 @@ class PassTracker:
         """
         if torch._C._current_graph_task_id() == -1:
             self._task = -1  # even if an earlier backward pass broke off
+            if self.deferred is not None:
+                self._run_deferred_collectives()
         recording = self.recording
         if recording is not None:
             unfinished = self.current is not None and self.current.backward
@@ -312,6 +317,10 @@ class PassTracker:
     # Begin and end a pass.
 
     def _begin(self, *, backward: bool) -> None:
+        if (dispatch_modes() or function_modes()) and not modes_are_off():
+            with modes_off():
+                self._begin(backward=backward)
+            return
         if self._residency.exposed.bounds:
             self._residency.exposed.check(ended=True)
         for record in self._residency.pop_tampered() if self._residency.tampered else ():
@@ -320,6 +329,8 @@ class PassTracker:
         self._store.ledger.note_left_over(self.nonmodel.free_broken_pass() if self.broke_off else 0)
         training = backward or torch.is_grad_enabled()
         self.recording, self.followed = PassRecording(regular=not backward, training=training), False
+        if not self._resident:
+            self.driver = self.demand  # ends the pass if an error comes before its driver is chosen
         self.driver = self.scheduler.driver_for_pass(training, backward=backward)
         self.current = None
         if self._resident:
@@ -332,6 +343,10 @@ class PassTracker:
 
     @defer_interrupts
     def _backward_done(self) -> None:
+        if (dispatch_modes() or function_modes()) and not modes_are_off():
+            with modes_off():
+                self._backward_done()
+            return
         self._task = -1
         self.threads.backward.clear()
         if self.recording is None:
@@ -353,22 +368,27 @@ class PassTracker:
 
     def finish(self, *, strict: bool = False) -> None:
         """End the pass, if one is open. ``strict``: it succeeded, so its last moment must keep to the budget too."""
+        if (dispatch_modes() or function_modes()) and not modes_are_off():
+            with modes_off():
+                self.finish(strict=strict)
+            return
         self._task = self._around = -1
         if self._residency.exposed.bounds:
             self._residency.exposed.check(ended=True)
         recording = self.recording
         if recording is None:
+            if self.deferred is not None:
+                self._run_deferred_collectives()
             self.nonmodel.stop()
             return
         self._close_moment(strict=strict)  # if that raises, the pass is still open
-        self.broke_off = not strict and (
-            sys.exc_info()[0] is not None or (self.current is not None and self.current.backward)
-        )
+        broken_by = sys.exc_info()[0]
+        self.broke_off = not strict and (broken_by is not None or (self.current is not None and self.current.backward))
         self.recording = self.current = None
         self.before_moments.clear()
         self.moment += 1
         try:
-            self._return_chunks_home(recording)
+            self._return_chunks_home(recording, broken_by)
         finally:
             if self.nonmodel.counting:
                 self.nonmodel.stop()
@@ -381,7 +401,7 @@ class PassTracker:
         if self.tracked or self.broke_off:  # else the recording has no new figures
             self.scheduler.observe(recording)
 
-    def _return_chunks_home(self, recording: PassRecording) -> None:
+    def _return_chunks_home(self, recording: PassRecording, broken_by: type[BaseException] | None) -> None:
         if self._counters.recorder is not None:
             self._counters.recorder.end_moment()
         with torch.no_grad():
@@ -390,13 +410,40 @@ class PassTracker:
             except Diverged as why:
                 recording.regular = False
                 self.diverge(why)
-                self.driver.finish()
+                self._finish_without_plan(broken_by)
             except BaseException as why:  # out of memory, say: the plan is left, or its home slots stayed lent
                 if isinstance(self.driver, PlanDriver):
                     recording.regular = False
                     self.diverge(Diverged(str(why)))
-                    self.driver.finish()
+                    self._finish_without_plan(broken_by)
+                elif self._defer_collectives(why, broken_by):
+                    return
                 raise
+
+    def _finish_without_plan(self, broken_by: type[BaseException] | None) -> None:
+        try:
+            self.driver.finish()
+        except (DeviceOutOfMemory, DoesNotFit) as why:
+            if not self._defer_collectives(why, broken_by):
+                raise
+
+    def _defer_collectives(self, why: BaseException, broken_by: type[BaseException] | None) -> bool:
+        """Keep the driver for `_run_deferred_collectives`, if memory was short for its collectives.
+
+        Return True if the caller must not raise ``why``: another exception ended the pass, and is raised. That one
+        keeps the pass's activations alive.
+        """
+        if not isinstance(why, DeviceOutOfMemory | DoesNotFit) or self.driver is self.demand:
+            return False
+        self.deferred = self.driver
+        return broken_by is not None
+
+    def _run_deferred_collectives(self) -> None:
+        """Run the collectives for which memory was short when their pass ended: the other ranks wait for them."""
+        assert self.deferred is not None, "a pass was deferred"
+        with torch.no_grad():
+            self.deferred.finish()
+        self.deferred = None
 
 
 def _has_saved(records: list[ParamState]) -> bool:

@@ -147,11 +147,13 @@ class PlanDriver:
 
         Return what drives the rest of the pass; None: the on-demand driver.
         """
-        self._residency.transfers.prepare_use()
-        self._device.synchronize()
-        if self._counters.recorder is not None:
-            self._counters.recorder.leave_plan()
-        self._executor.abandon()
+        try:
+            self._residency.transfers.prepare_use()
+        finally:
+            self._device.synchronize()
+            if self._counters.recorder is not None:
+                self._counters.recorder.leave_plan()
+            self._executor.abandon()
         return None
 
     # Issuing.

@@ -165,24 +165,26 @@ class PlanScheduler:
 
     @defer_interrupts_installing
     def _recover(self) -> None:
-        """Plan again with more bytes left free, if the device ran out of memory since the last pass."""
+        """Leave more bytes free from now on, if the device ran out of memory since the last pass."""
         store, missing_bytes = self._engine.store, self._engine.store.device.take_failed_bytes()
         if missing_bytes:
             self._batch = self._served = None  # a pass that broke off is not recorded
             self._engine.finish_pass()
-            before = self._spare_bytes
-            self._spare_bytes += bytes_to_reserve(missing_bytes, store.tiers[0].capacity_bytes)
-            self._found, self._estimated = self._found or self._source, False
-            try:
-                self.maybe_replan()
-            except DoesNotFit:
-                self._spare_bytes = before  # the plan in force is as good as any
-                if self._caps:
-                    self._caps = False
-                    store.device.cap_allocator(None)
-                    log_line(
-                        f"{self._model_name}: no plan leaves more room, so PyTorch's allocator has no cap any more"
-                    )
+            self._request_free_bytes(bytes_to_reserve(missing_bytes, store.tiers[0].capacity_bytes))
+
+    def _request_free_bytes(self, size_bytes: int) -> None:
+        """Plan again with so many more bytes left free."""
+        before = self._spare_bytes
+        self._spare_bytes += size_bytes
+        self._found, self._estimated = self._found or self._source, False
+        try:
+            self.maybe_replan()
+        except DoesNotFit:
+            self._spare_bytes = before  # the plan in force is as good as any
+            if self._caps:
+                self._caps = False
+                self._engine.store.device.cap_allocator(None)
+                log_line(f"{self._model_name}: no plan leaves more room, so PyTorch's allocator has no cap any more")
 
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plan the first pass from a fake one, where the model allows that; otherwise it runs on demand."""

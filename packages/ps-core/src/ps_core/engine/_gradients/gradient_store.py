@@ -35,6 +35,13 @@ CONCATENATED_NUMEL = 2**16
 _PLACE = attrgetter("gradient")
 
 
+def sparse_gradient_error(record: ParamState, gradient: torch.Tensor) -> UnsupportedParameter:
+    """Return the error for a gradient that is not dense."""
+    return UnsupportedParameter(
+        f"the gradient of {record.name!r} is {gradient.layout}: expected a dense one; use sparse=False"
+    )
+
+
 def concatenate(records: Sequence[ParamState]) -> torch.Tensor:
     """Return gradients with tensors of their own as one vector; a copy if there are several."""
     flat = [flatten(record, record.own_gradient) for record in records if record.own_gradient is not None]
@@ -60,9 +67,7 @@ class GradientStore:
     def accept(self, record: ParamState, gradient: torch.Tensor) -> None:
         """Store a gradient that autograd made, in the weight slot if its group is on the compute tier."""
         if gradient.layout is not torch.strided:
-            raise UnsupportedParameter(
-                f"the gradient of {record.name!r} is {gradient.layout}: expected a dense one; use sparse=False"
-            )
+            raise sparse_gradient_error(record, gradient)
         record.norm_part = None
         over = self._overwrites and record.group.weight is Kind.P16
         if record.gradient is not GradientPlace.NONE or not over:

@@ -13,7 +13,6 @@ results do not depend on where the gradient is.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from math import frexp
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -23,6 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ps_core._errors import InvalidInput
+from ps_core.engine._support.calling_code import calling_code
 
 if TYPE_CHECKING:
     from ps_core.engine._gradients.loss_scale import LossScale
@@ -157,7 +157,7 @@ class ManagedGrad(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name in MEMORY and isinstance(args[0], cls):
             args[0].refuse(f"{name}()", "the gradient is in a chunk, and has no memory of its own: .clone() it first")
-        if name == "__get__" and func == _GET_DTYPE and sys._getframe(1).f_code is GradScaler._unscale_grads_.__code__:
+        if name == "__get__" and func == _GET_DTYPE and calling_code() is GradScaler._unscale_grads_.__code__:
             _unscale(args)  # GradScaler would refuse 16-bit gradients
         copied = name in COPYING and isinstance(args[0], cls)
         if copied:

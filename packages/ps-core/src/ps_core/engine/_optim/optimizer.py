@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from ps_core._errors import InvalidInput
+from ps_core._extents import Kind
 from ps_core.engine._gradients.loss_scale import LossScale, Scaler
 from ps_core.engine._optim.optimizer_state_dict import LOSS_SCALE, match_groups, pack, unpack
 from ps_core.engine._optim.rules import OptimizerRule, Spec
@@ -232,6 +233,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     @property  # type: ignore[override]  # torch's is an attribute, a defaultdict
     def state(self) -> OptimizerState:
         """Return each parameter's state, which is read on access; assignments are written to the engine."""
+        if self._complete:  # torch's constructor looks, too
+            self._take_in()
         return self._state
 
     @state.setter
@@ -309,7 +312,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         for record, entry in entries.items():
             self._format.write(record, entry)
             if entry.master is not None:
-                self._format.set(record, "master", entry.master)
+                self._gradients.write_state(record, Kind.P32, on_cpu(entry.master))
+        self._gradients.compare_writes()
 
     def _match_groups(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the param groups with the saved numbers; raise `InvalidInput` if the saved groups do not match."""

@@ -125,3 +125,7 @@ class OptimizerBackend(Protocol):
     def states_loaded(self) -> None:
         """Note that a state dict was loaded whole."""
         ...
+
+    def compare_writes(self) -> None:
+        """Raise `RanksDiverged` unless all ranks wrote the same; one process compares nothing."""
+        ...

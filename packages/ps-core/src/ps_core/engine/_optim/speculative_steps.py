@@ -13,12 +13,18 @@ A step that is undone takes longer than one behind backward. So after a step tha
 
 The copies are in host memory that nothing else needs (`TierStore.reserve_optional`). Without room a group is stepped
 behind backward.
+
+[Note: failures of early steps]
+If an early step fails before the decision, no error is raised. The group is stepped behind backward, as without room.
+If undoing fails, the error is raised, and the next use of host memory undoes the rest. After a failure of the worker's
+thread nothing uses the parameters any more, and `release` copies the old bytes back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import TypeAlias
 from weakref import WeakMethod
 
@@ -26,7 +32,7 @@ import torch
 
 from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core.engine._gradients.gradient_sums import Launch
+from ps_core.engine._gradients.gradient_sums import Launch, Tensors
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._optim.group_step import SettingsOf, StepWork, launch_step, note_done
@@ -52,20 +58,55 @@ class _EarlyStep:
     old: list[torch.Tensor]
     """Memory for the bytes before the step, in the same order."""
     work: StepWork | None = None
+    """None: the step cannot be noted, as it is not launched yet or is being undone."""
     saved: bool = False
-    """True once the old bytes are copied: not if the worker failed before."""
+    """True while ``old`` has the bytes from before the step, and ``current`` may have others."""
+    failed: bool = False
+    """True if saving or the step failed before the decision."""
+    decided: bool = False
+    """True once the step is noted: if it fails afterwards, the worker's thread reports that."""
+    lock: Lock = field(default_factory=Lock)
+    """Protects `failed` and `decided`, which different threads write."""
 
     def save(self) -> None:
         """Copy what the step will overwrite."""
-        for old, current in zip(self.old, self.current, strict=True):
-            old.copy_(current)
-        self.saved = True
+        try:
+            _copy_all(self.current, self.old)
+            self.saved = True
+        except Exception:
+            self._fail()
+
+    def launch_step(self, what: str, reads: Tensors, writes: Tensors, work: Callable[[], object]) -> None:
+        """Launch the step's work, which does nothing if saving failed."""
+
+        def carry_out() -> None:
+            if self.failed:
+                return
+            try:
+                work()
+            except Exception:
+                self._fail()
+
+        self.launch(what, reads, writes, carry_out)
+
+    def _fail(self) -> None:
+        """Note on the thread of the work that it failed; raise its error again if the step is noted already."""
+        with self.lock:
+            if self.decided:
+                raise  # noqa: PLE0704 - called while the error is handled
+            self.failed = True
+
+    def decide(self) -> bool:
+        """Note on the host thread that the step holds; return False if it has failed, and must be made again."""
+        with self.lock:
+            self.decided = not self.failed
+        return self.decided
 
     def restore(self) -> None:
-        """Copy the old bytes back."""
+        """Copy the old bytes back, unless that was done before; then refer to no memory any more."""
         if self.saved:
-            for old, current in zip(self.old, self.current, strict=True):
-                current.copy_(old)
+            _copy_all(self.old, self.current)
+        self.saved, self.old, self.current = False, [], []
 
 
 class SpeculativeSteps:
@@ -77,7 +118,11 @@ class SpeculativeSteps:
         self._settings: Callable[[], Callable[[], SettingsOf] | None] | None = None
         self._rooms: dict[ParamGroup, Slot] = {}
         """Memory for each group's old bytes, kept from step to step."""
+        self._exhausted = False
+        """True if the system had no memory for old bytes."""
         self._early: dict[ParamGroup, _EarlyStep] = {}
+        self._undone: list[tuple[ParamGroup, _EarlyStep]] = []
+        """Early steps that the worker's thread may still have to undo."""
         self._clipped = False
         """True if the last step was clipped or skipped: the next one often is, too."""
         residency.store.free_optional_by(self.free)
@@ -104,7 +149,7 @@ class SpeculativeSteps:
         launch(f"a copy within a tier, of {group.name}", current, old, early.save)
         self._early[group] = early
         self._transfers.call_before_use(self.undo)
-        early.work = launch_step(group, slots, settings_of, factor, launch)
+        early.work = launch_step(group, slots, settings_of, factor, early.launch_step)
         self._follow(group, early)
 
     @property
@@ -116,7 +161,9 @@ class SpeculativeSteps:
         """Note the early steps that are what was decided, and undo the others; ``factor`` None: nothing is stepped."""
         self._clipped = factor != self._unclipped_factor
         for group, early in list(self._early.items()):
-            if early.work is not None and early.factor == factor and early.inputs == _inputs(group, settings_of):
+            if early.work is None or early.factor != factor or early.inputs != _inputs(group, settings_of):
+                continue
+            if early.decide():
                 note_done(group, early.slots, early.work)
                 del self._early[group]
         self.undo()
@@ -124,23 +171,41 @@ class SpeculativeSteps:
     @defer_interrupts_installing
     def undo(self) -> None:
         """Copy the old bytes of all undecided steps back."""
-        found, self._early = self._early, {}
+        self._undone = [(group, early) for group, early in self._undone if early.saved]
+        for early in self._early.values():
+            early.work = None  # if an error comes between two of them, none may be noted
+        for group, early in list(self._early.items()):
+            self._restore(group, early)
+            self._undone.append((group, early))
+            del self._early[group]
+            self._counters.undone(1)
         self._transfers.call_before_use(None)
-        for group, early in found.items():
-            early.launch(f"a copy within a tier, of {group.name}", early.old, early.current, early.restore)
-            self._follow(group, early)
-        self._counters.undone(len(found))
+
+    def _restore(self, group: ParamGroup, early: _EarlyStep) -> None:
+        """Launch the copy of a group's old bytes."""
+        early.launch(f"a copy within a tier, of {group.name}", early.old, early.current, early.restore)
+        self._follow(group, early)
 
     def free(self) -> None:
         """Undo what is undecided, and release the memory for old bytes."""
         self.undo()
-        rooms, self._rooms = self._rooms, {}
-        for slot in rooms.values():
+        undone, self._undone = self._undone, []
+        for group, early in undone:  # the worker's thread may have failed before it did so
+            self._restore(group, early)
+        self._exhausted = False
+        while self._rooms:
+            _, slot = self._rooms.popitem()
             self._store.release_optional(slot, Queue.CPU)
 
     def _room(self, group: ParamGroup, size: int) -> Slot | None:
         """Return memory for a group's old bytes; None: there is none."""
-        room = self._rooms.get(group) or self._store.reserve_optional(size)
+        if group in self._rooms or self._exhausted:
+            return self._rooms.get(group)
+        try:
+            room = self._store.reserve_optional(size)
+        except (MemoryError, RuntimeError):  # `torch.OutOfMemoryError` is one of the latter
+            self._exhausted = True
+            return None
         if room is not None:
             self._rooms[group] = room
         return room
@@ -150,6 +215,12 @@ class SpeculativeSteps:
         work = early.slots[Kind.P32].work
         if work is not None:
             self._rooms[group].note_work(work)
+
+
+def _copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    """Copy each source into its target."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
 Stepping: TypeAlias = StepInBackward | SpeculativeSteps

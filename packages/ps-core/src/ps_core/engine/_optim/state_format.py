@@ -119,6 +119,11 @@ class StateFormat:
             self._write(record, key, value)
         record.set_progress(entry.steps, entry.scalars)
 
+    def clear(self, record: ParamState) -> None:
+        """Make a parameter's states as before its first step."""
+        self.write(record, StateEntry(0, {}, None))
+        self._gradients.compare_writes()
+
     def _write(self, record: ParamState, key: str, value: Any) -> None:
         """Write one state, which was checked."""
         place, given = self._places(record)[1][key], on_cpu(value)
@@ -155,6 +160,7 @@ class StateFormat:
             steps = step_of(record, value) if key == STEP else record.steps
             single = {**dict(record.scalars), key: _number(record, key, value)}
             record.set_progress(steps, self._rule.scalars(single))
+        self._gradients.compare_writes()
 
 
 def _number(record: ParamState, key: str, value: Any) -> float:

@@ -144,7 +144,7 @@ class ParameterState(MutableMapping[str, Any]):
 
     def clear(self) -> None:
         """Reset all moments to zeros, as before the first step."""
-        self._form.write(self._record, StateEntry(0, {}, None))
+        self._form.clear(self._record)
 
     def copy(self) -> dict[str, torch.Tensor]:
         """Read all values into an ordinary dictionary of ordinary tensors."""

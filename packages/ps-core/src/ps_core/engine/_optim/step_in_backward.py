@@ -94,10 +94,13 @@ class StepInBackward:
             )
 
     def check_read(self, record: ParamState) -> None:
-        """Raise if ``grad`` of a stepped parameter is read: clipping would see no gradient."""
-        if record.group in self.groups:
+        """Raise if ``grad`` of any parameter is used when some groups were stepped.
+
+        Clipping would miss those. `zero_grad` would forget other gradients before it came to them.
+        """
+        if self.groups:
             raise InvalidInput(
-                f"the gradient of {record.name!r} was used within backward, where its group was stepped: call "
+                f"the gradient of {record.name!r} is asked for, but groups were stepped within backward already: call "
                 "optimizer.step() first; to read, clip or change gradients, leave out Options(step='in_backward')"
             )
 

@@ -7,7 +7,6 @@ each managed parameter among its arguments. So no function can meet memory that 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NoReturn, Protocol
@@ -18,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ps_core._errors import UnsupportedParameter
 from ps_core.engine._parameters.param_state import ParamState
+from ps_core.engine._support.calling_code import calling_code
 
 Function = Callable[..., Any]
 
@@ -240,7 +240,7 @@ def _brought_by(owner: ParameterOwner, records: list[ParamState], func: Function
 
 
 def _get_grad(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
-    if parameter._record.dropped and sys._getframe(2).f_code.co_name == "zero_grad":
+    if parameter._record.dropped and getattr(calling_code(), "co_name", "") == "zero_grad":
         parameter._record.dropped = False  # the caller forgets the gradient next
     return parameter._owner.get_gradient(parameter._record)
 
@@ -265,7 +265,7 @@ def _set_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: An
 
 
 def _detach(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
-    if sys._getframe(2).f_code is nn.Parameter.__new__.__code__:
+    if calling_code() is nn.Parameter.__new__.__code__:
         parameter._refuse(
             "made into another parameter, as parametrizations do it",
             "release(model), register what is to be registered, and call chunked again",

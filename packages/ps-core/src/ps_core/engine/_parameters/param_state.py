@@ -12,6 +12,7 @@ from torch import nn
 
 from ps_core._errors import IllegalTransition, UnsupportedParameter
 from ps_core._extents import STATES, Extent, Kind
+from ps_core.engine._devices.hide_from_modes import hidden_from_modes
 from ps_core.engine._memory.chunk import Chunk, SlotView
 from ps_core.engine._parameters.state_transitions import (
     TRANSITIONS,
@@ -98,6 +99,7 @@ class ParamState:
         self.saved_token_uses = sys.getrefcount(self.saved_token)
         self.live_on(torch.device("cpu"))
 
+    @hidden_from_modes
     def live_on(self, device: torch.device) -> None:
         """Make a placeholder on ``device``: not-a-number in the right shape, with memory for one element only."""
         self.placeholder = torch.full((), float("nan"), dtype=self.dtype, device=device).expand(self.shape)
@@ -245,6 +247,10 @@ class CommonWeights:
     """The bytes of this rank's shard."""
     map_whole: Callable[[], torch.Tensor]
     """Returns a new mapping of the whole group's bytes, for this rank alone to compute from."""
+    is_mapped: Callable[[], bool]
+    """Returns True if a tensor of this rank still uses such a mapping."""
+    free: Callable[[], None]
+    """Returns the group's pages to the system, once no rank uses them."""
 
 
 @dataclass(slots=True, eq=False)

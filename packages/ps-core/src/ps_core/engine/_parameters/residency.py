@@ -183,6 +183,9 @@ class Residency:
                 self.transfers.release_slot(slot)
         group.chunks.clear()
 
+    def free_common(self, group: ParamGroup) -> None:
+        """Do nothing: one process shares no weights with other ranks."""
+
     def rebuild(self, group: ParamGroup, records: list[ParamState]) -> None:
         """Round the masters of these parameters to 16 bits, into the group's home slot."""
         chunk, master = group.weight_chunk, group.chunks[Kind.P32]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -38,40 +38,13 @@ ORDERED_QUEUES = (Queue.COMPUTE, Queue.H2D, Queue.D2H)
 """The queues of an accelerator that collectives are ordered with."""
 
 
-class CollectiveOrdering(Protocol):
-    """The order of one process's collectives and its other work. See [Note: two threads]."""
-
-    by_stream: bool
-    """True if collectives are ordered by events alone, so that no thread waits for one; else `before` and `after` wait
-    for everything.
-    """
-
-    def before(self) -> None:
-        """Make the next collective start after the host thread's writes to its memory."""
-
-    def ready(self) -> Sequence[Event]:
-        """Return the events that a collective submitted now must wait for."""
-
-    def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
-        """Prepare the communication thread for a collective; return what carries it out."""
-
-    def end(self) -> Event | None:
-        """Return an event behind a collective; called on the communication thread."""
-
-    def after(self, event: Event | None, queues: Sequence[Queue] = ORDERED_QUEUES) -> None:
-        """Make these queues wait for the event that `end` returned."""
-
-    def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
-        """Return the most scratch bytes on the compute tier that a sum can use."""
-
-    def reaches(self, slot: Slot) -> bool:
-        """Return True if a collective can read this memory where it is."""
-
-
 class BlockingCollectives:
     """The processor computes, and does collectives too."""
 
     by_stream = False
+    """True if collectives are ordered by events alone, so that no thread waits for one; else `before` and `after` wait
+    for everything.
+    """
 
     def __init__(self, residency: Residency, together: AsyncCollectives) -> None:
         self._residency, self._together = residency, together
@@ -149,7 +122,7 @@ class StreamCollectives:
             self._device.wait(queue, event)
 
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
-        """None where sums are taken in the host's memory."""
+        """Return the scratch bytes of a sum on the compute tier; 0 where it is taken in the host's memory."""
         return 0 if self.staging is not None else self._together.scratch_bytes(shard_numel, kind)
 
     def reaches(self, slot: Slot) -> bool:
@@ -179,6 +152,10 @@ class DeviceStaging:
     def synchronize(self) -> None:
         """Block this thread until everything launched here, and all that it waits for, is complete."""
         self._device.wait(Queue.CPU, self._device.record(Queue.COLL))
+
+
+CollectiveOrdering: TypeAlias = BlockingCollectives | StreamCollectives
+"""The order of one process's collectives and its other work. See [Note: two threads]."""
 
 
 def collective_ordering(residency: Residency, together: AsyncCollectives) -> CollectiveOrdering:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from ps_core._collectives import Collectives
+from ps_core._collectives import Collectives, StagingCopier
+from ps_core.engine._execution.build_components import Ranks
 
 
 class CommonMemory(Protocol):
@@ -24,6 +24,12 @@ class CommonMemory(Protocol):
         ``start`` is a multiple of the page size.
         """
 
+    def is_mapped(self, start: int) -> bool:
+        """Return True if a tensor of this rank still uses a private mapping from this byte on: then do not `free`."""
+
+    def free(self, start: int, size_bytes: int) -> None:
+        """Return the pages of some bytes to the system; no rank reads or writes these bytes any more."""
+
 
 class Pending(Protocol):
     """A collective that has been submitted."""
@@ -36,41 +42,14 @@ class Pending(Protocol):
         """Wait until its result may be read and its buffers reused."""
 
 
-class StagingCopier(Protocol):
-    """Copies and other work on a device's memory, in the order of one stream."""
-
-    @property
-    def staging(self) -> torch.Tensor:
-        """Host memory that data passes through, as bytes."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Launch a copy of bytes from or to the staging memory."""
-
-    def on_stream(
-        self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
-    ) -> AbstractContextManager[object]:
-        """Run PyTorch's launches within the block on the stream; ``reads`` and ``writes``: the memory they use."""
-
-    def synchronize(self) -> None:
-        """Block this thread until everything launched on the stream is complete."""
-
-
 class BufferCollectives(Protocol):
     """Collectives of large buffers."""
 
     def all_gather(self, into: torch.Tensor, shard: torch.Tensor, what: str) -> None:
         """Gather the shards of all ranks on each of them."""
 
-    def reduce_scatter(
-        self,
-        into: torch.Tensor,
-        source: torch.Tensor,
-        scratch: torch.Tensor,
-        what: str,
-        *,
-        kind: torch.dtype,
-    ) -> None:
-        """Sum the sources of all ranks, which are of type ``kind``, into shards."""
+    def reduce_scatter(self, into: torch.Tensor, source: torch.Tensor, scratch: torch.Tensor, what: str) -> None:
+        """Sum the sources of all ranks, which are of one type, into shards."""
 
 
 class CollectiveSession(BufferCollectives, Protocol):
@@ -79,27 +58,19 @@ class CollectiveSession(BufferCollectives, Protocol):
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
         """Return the bytes of all ranks, in order of rank; every rank gives equally many."""
 
-    def on_device(self, copier: StagingCopier) -> BufferCollectives:
+    def on_device(self, copier: StagingCopier[torch.Tensor]) -> BufferCollectives:
         """Return the collectives of a device's memory, in an order that every rank knows beforehand.
 
         They may end on the copier's stream after they return.
         """
 
 
-class AsyncCollectives(Collectives[torch.Tensor], Protocol):
+class AsyncCollectives(Ranks, Collectives[torch.Tensor], Protocol):
     """Collectives that run beside the computation; see `ps_dist.TorchCollectives`."""
-
-    @property
-    def copy(self) -> int:
-        """Return which copy of the model this process has a part of, from 0."""
 
     @property
     def local_ranks(self) -> int:
         """Return the number of processes on this computer."""
-
-    @property
-    def process(self) -> int:
-        """This one, among all that do the same things, copies of the model included."""
 
     @property
     def processes(self) -> int:
@@ -149,9 +120,3 @@ class AsyncCollectives(Collectives[torch.Tensor], Protocol):
     @property
     def card(self) -> int | None:
         """Return the only CUDA device whose memory this process can have collectives of; None: any."""
-
-    def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
-        """Return the values of all ranks, one row each; ``shards_only``: of ranks that share one copy of the model."""
-
-    def agree(self, name: str, value: str) -> None:
-        """Raise unless every process gives the same value."""

@@ -3,9 +3,10 @@
 [Note: alike]
 A rank applies to its own shard what the program sets, loads, writes, scales or forgets. If one rank does otherwise than
 the others, the model's parts no longer belong together, and no rank would notice. So each notes what it does. The notes
-are compared when all of a load is there, before a state is read, before a step and as a pass begins. `RanksDiverged`
-says who did what. A rank without notes compares nothing. If others have some, the collective that it does instead gives
-it away.
+are compared when a load or assignment is whole, before a state is read, before a step and as a pass begins. An
+evaluation compares written values alone. Gradients change nothing in it, and without a plan one rank may evaluate while
+the others do not. `RanksDiverged` says who did what. A rank without notes compares nothing. If others have some, its
+next collective differs from theirs, which is found too.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ class Alike:
         self._notes = blake2b(digest_size=6)
         self._count, self._shown = 0, list[str]()
         self._first = ""
-        self._writes = False
+        self.has_writes = False
+        """True if values were written since the ranks last compared."""
 
     def before_write(self) -> None:
         """Meet the other ranks before values are written: until then one may be in a pass, and ask for the old ones."""
-        if not self._writes:
+        if not self.has_writes:
             self._together.agree("what is done between passes", "values are written")
-            self._writes = True
+            self.has_writes = True
 
     def note(self, what: str, how: str) -> None:
         """Note something that this rank did."""

@@ -12,23 +12,24 @@ So nobody waits for ever. A rank in a collective waits for a rank that is less f
 far waits for nothing but answers.
 
 [Note: passes without a plan]
-A pass that no plan serves has left the plan at its beginning. Its only collectives are one sum for each trainable
-group. They go from the last group to the first, as most backward passes do. All weights are asked for. A group's
-gradients wait for the sums before it, in host memory if the compute tier is short. Passes without gradients have no
-collective at all.
+A pass that no plan serves has left the plan at its beginning. Its only collectives are one sum for each group with a
+parameter that requires gradients. They go from the last group to the first, as most backward passes do. All weights are
+asked for. A group's gradients wait for the sums before it, in host memory if the compute tier is short. Passes without
+gradients have no collective at all.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 
 import torch
 
-from ps_core._errors import UnsupportedParameter
+from ps_core._errors import DeviceOutOfMemory
 from ps_core._extents import SegmentName
 from ps_core._plan import Queue
-from ps_core._program import WIRE_BYTES
 from ps_core._units import align_up
+from ps_core.engine._gradients.gradient_store import sparse_gradient_error
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._memory.make_room import has_room, make_room
 from ps_core.engine._parameters.errors import compute_tier_too_small
@@ -59,14 +60,10 @@ class FollowingDriver:
         self._shards, self._sums, self._counters = residency, gradients, counters
         self._store = residency.store
         self._queue = left.queue
-        self._fetched: dict[ParamGroup, None] = {}
+        self._fetched = {group: None for group in residency.groups if 0 in group.weight_chunk.copies}
         """Groups with a gathered copy, least recently used first."""
         self._needed: set[ParamGroup] = set()
         """Groups that the moment reads."""
-
-    def adopt(self, groups: list[ParamGroup]) -> None:
-        """Take over the gathered copies that the plan left."""
-        self._fetched = {group: None for group in groups if 0 in group.weight_chunk.copies}
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Gather the groups that the moment reads."""
@@ -97,14 +94,16 @@ class FollowingDriver:
         if group.weight_chunk.newest(0) is None:
             slot, whole = self._buffer(group)
             self._shards.ask_for(group, whole)
-            self._shards.end_gather(group, slot)
+            group.weight_chunk.fill(slot)
 
     def _run_next(self) -> None:
-        is_sum, group = self._collectives.popleft()
+        """Take part in the next collective; where memory for it is short, it stays the next one."""
+        is_sum, group = self._collectives[0]
         if is_sum:
             self._sum(group)
         else:
             self._gather(group)
+        self._collectives.popleft()
 
     # Gathers.
 
@@ -113,21 +112,23 @@ class FollowingDriver:
             self._queue.wait_for_common(group, self._shards.map_common(group)).wait()
             if group.weight_chunk.newest(0) is None:
                 slot, _ = self._buffer(group)
-                self._shards.end_gather(group, slot)
+                group.weight_chunk.fill(slot)
                 self._fetched[group] = None
             return
         own, lent = self._shards.shard_for_peers(group)
-        if group.weight_chunk.newest(0) is not None:  # the copy that is here may be in use
-            slot = self._take(group.weight_chunk.bytes, f"gather {group.name}")
-            self._queue.gather(group, own, slot.flat(group.dtype, group.chunk_numel)).wait()
-            self._shards.return_slot(slot)
-        else:
-            slot, whole = self._buffer(group)
-            self._queue.gather(group, own, whole).wait()
-            self._shards.end_gather(group, slot)
-            self._fetched[group] = None
-        if lent is not None:
-            self._shards.return_slot(lent)
+        try:
+            if group.weight_chunk.newest(0) is not None:  # the copy that is here may be in use
+                slot = self._take(group.weight_chunk.bytes, f"gather {group.name}")
+                self._queue.gather(group, own, slot.flat(group.dtype, group.chunk_numel)).wait()
+                self._shards.return_slot(slot)
+            else:
+                slot, whole = self._buffer(group)
+                self._queue.gather(group, own, whole).wait()
+                group.weight_chunk.fill(slot)
+                self._fetched[group] = None
+        finally:
+            if lent is not None:
+                self._shards.return_slot(lent)
 
     def _buffer(self, group: ParamGroup) -> tuple[Slot, torch.Tensor]:
         if group.common is None:
@@ -139,9 +140,7 @@ class FollowingDriver:
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient beside those of its group; sum them over ranks once the plan comes to that."""
         if gradient.layout is not torch.strided:
-            raise UnsupportedParameter(
-                f"the gradient of {record.name!r} is {gradient.layout}: expected a dense one; use sparse=False"
-            )
+            raise sparse_gradient_error(record, gradient)
         group = record.group
         if group not in self._staged and (True, group) not in self._collectives:
             self._sums.keep_left_over(record, gradient)
@@ -176,33 +175,32 @@ class FollowingDriver:
 
     def _sum(self, group: ParamGroup) -> None:
         """Sum what is there of a group's gradients; without any, this rank gives nothing."""
-        what, shard_numel, kind = f"gradients of {group.name}", group.shard_numel, self._sums.dtype(group)
         slot, records = self._take_staged(group)
-        whole = slot.flat(group.dtype, group.chunk_numel)
-        planned = self._learning[group]
-        others = [record for record in records if record not in planned]
-        self._queue.fill_gaps(group, records, whole)
-        self._keep(group, others, whole)
-        scratch_bytes = min(self._shards.ordering.scratch_bytes(shard_numel, group.dtype), WIRE_BYTES)
-        scratch = self._take(scratch_bytes, what)
-        for record in planned:
-            self._sums.expect(record)
-        direct = self._sums.direct_target(group)
-        target = direct or self._take(shard_numel * kind.itemsize, what)
-        self._queue.sum(group, target.flat(kind, shard_numel), whole, scratch.memory).wait()
-        self._sums.accept_sum(group, planned, target)
-        for each in (slot, scratch, *(() if direct else (target,))):
-            self._shards.return_slot(each)
+        whole, planned, left = slot.flat(group.dtype, group.chunk_numel), self._learning[group], list(records)
+        try:
+            self._queue.fill_gaps(group, records, whole)
+            for record in records:
+                if record not in planned:  # it gives nothing to this sum, and is summed before the step
+                    self._sums.keep_left_over(record, record.shaped(whole))
+                    whole[record.span].fill_(-0.0)
+                    left.remove(record)
+            take = partial(self._take, name=f"gradients of {group.name}")
+            self._queue.sum_now(self._sums, group, planned, whole, take)
+        except BaseException:  # where memory is short the sum is tried again
+            self._staged[group] = slot, left
+            raise
+        self._shards.return_slot(slot)
 
     def _take_staged(self, group: ParamGroup) -> tuple[Slot, list[ParamState]]:
         """Return a group's gradients, on the compute tier, with the parameters that have one."""
-        slot, records = self._staged.pop(group, (None, []))
-        if slot is not None and not slot.tier:
-            return slot, records
-        near = self._take_whole(group)
-        if slot is not None:
-            self._move(slot, near)
-        return near, records
+        slot, records = self._staged.get(group, (None, []))
+        if slot is None or slot.tier:
+            near = self._take_whole(group)
+            if slot is not None:
+                self._move(slot, near)
+            slot = near
+        self._staged.pop(group, None)
+        return slot, records
 
     def _move_down(self, *, final: bool = False) -> bool:
         """Move the gradients of one group to host memory; return False if none are left on the compute tier.
@@ -222,20 +220,10 @@ class FollowingDriver:
     def _move(self, source: Slot, target: Slot) -> None:
         transfers = self._shards.transfers
         transfers.finish(transfers.launch(source, target, min(source.bytes, target.bytes)))
-        self._return(source)
-
-    def _return(self, slot: Slot) -> None:
-        """Return a slot with gradients, on whatever tier."""
-        if slot.tier:
-            self._shards.transfers.release_slot(slot)
+        if source.tier:
+            transfers.release_slot(source)
         else:
-            self._shards.return_slot(slot)
-
-    def _keep(self, group: ParamGroup, records: list[ParamState], whole: torch.Tensor) -> None:
-        """Keep gradients that the plan does not sum until the step, and give nothing for them."""
-        for record in records:
-            self._sums.keep_left_over(record, record.shaped(whole))
-            whole[record.span].fill_(-0.0)
+            self._shards.return_slot(source)
 
     # The end.
 
@@ -250,14 +238,25 @@ class FollowingDriver:
         return before - self._store.ledger.used_bytes[0]
 
     def finish(self) -> None:
-        """Take part in the rest of the plan's collectives; then drop what was gathered."""
+        """Take part in the rest of the plan's collectives; then drop what was gathered.
+
+        Raise `DeviceOutOfMemory` or `DoesNotFit` if memory is short for one; call this again once there is more.
+        """
         self._needed.clear()
-        while self._collectives:
-            self._run_next()
-        for group, (slot, records) in self._staged.items():
-            self._keep(group, records, slot.flat(group.dtype, group.chunk_numel))
-            self._return(slot)
-        self._staged.clear()
+        try:
+            while self._collectives:
+                self._run_next()
+        except torch.OutOfMemoryError as error:
+            what = "sum" if self._collectives[0][0] else "gather"
+            reason = str(error).partition("\n")[0]
+            raise DeviceOutOfMemory(
+                f"rank {self._shards.together.process}: memory is short for the {what} of "
+                f"{self._collectives[0][1].name} ({reason}). This rank's pass has ended, but the other ranks wait for "
+                "that. Try: delete all that refers to the pass (its loss, outputs, a caught exception), and call "
+                "optimizer.zero_grad(), which runs the remaining collectives; if memory stays short, start anew with a "
+                "larger Budget or a smaller batch"
+            ) from error
+        assert not self._staged, "gradients are only staged for a sum that is to come"
         for group in list(self._fetched):
             self._drop(group)
         self._shards.release_unaliased()
@@ -315,9 +314,9 @@ class UnplannedDriver(FollowingDriver):
     def __init__(self, shards: ShardedResidency, sums: ShardedGradients, counters: Counters, *, training: bool) -> None:
         segment = SegmentName.MICRO_LAST if training else SegmentName.EVAL
         learning = {
-            group: [record for record in group.tensors if record.trainable and record.parameter.requires_grad]
+            group: records
             for group in (shards.groups if training else ())
-            if group.trainable
+            if (records := [each for each in group.tensors if each.trainable and each.parameter.requires_grad])
         }
         sums_in_order = tuple((True, group) for group in reversed(list(learning)))
         left = LeftOver(sums_in_order, {}, queue_for(segment, shards))

@@ -130,7 +130,12 @@ class GroupJoin:
         for group, start, size in zip(groups, starts, sizes, strict=False):
             first, own = start + size // group.ranks * group.rank, size // group.ranks
             group.map_weights(
-                CommonWeights(common.memory[first : first + own], partial(common.map_privately, start, size))
+                CommonWeights(
+                    common.memory[first : first + own],
+                    partial(common.map_privately, start, size),
+                    partial(common.is_mapped, start),
+                    partial(common.free, start, size),
+                )
             )
 
     def values(self, values: Values) -> Values:

@@ -12,8 +12,6 @@ import json
 from collections.abc import Sequence
 from itertools import groupby
 
-from ps_core._program import WIRE_BYTES
-from ps_core._units import align_up
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace
@@ -46,10 +44,6 @@ class LeftOverSums:
             rows = self._shards.together.all_values(self._told(records), "gradients, before one is read")
             self._complete(records, rows)
 
-    def end_step(self) -> None:
-        """Note that the step is over."""
-        self._sums.end_step()
-
     def _told(self, records: Sequence[ParamState]) -> list[float]:
         """Return whether this rank has anything left over, and the bits of the gradients that it gave."""
         given = self._sums.given
@@ -79,22 +73,14 @@ class LeftOverSums:
     def _sum(self, number: int, index: int, records: list[ParamState]) -> None:
         """Sum what a pass left over of one group."""
         shards, sums, group = self._shards, self._sums, self._shards.groups[index]
-        kind, numel = sums.dtype(group), group.shard_numel
-        slot = shards.take_slot(align_up(group.weight_chunk.bytes))
+        slot = shards.take_slot(group.weight_chunk.bytes)
         whole = slot.flat(group.dtype, group.chunk_numel)
         mine = {record: sums.left_over[number, record] for record in records if (number, record) in sums.left_over}
         self._queue.fill_gaps(group, mine, whole)
         for record, kept in mine.items():
             whole[record.span].copy_(kept.flat(record.dtype, record.numel))
-        scratch_bytes = min(shards.ordering.scratch_bytes(numel, group.dtype), WIRE_BYTES)
-        scratch = shards.take_slot(max(align_up(scratch_bytes), 128))
-        target = shards.take_slot(max(align_up(numel * kind.itemsize), 128))
-        for record in records:
-            sums.expect(record)
-        self._queue.sum(group, target.flat(kind, numel), whole, scratch.memory).wait()
-        sums.accept_sum(group, records, target)
-        for each in (slot, scratch, target):
-            shards.return_slot(each)
+        self._queue.sum_now(sums, group, records, whole, shards.take_slot)
+        shards.return_slot(slot)
 
     def _forget_what_nobody_gave(self, records: Sequence[ParamState], given: int) -> None:
         """Forget sums of nothing: one process would not step these parameters."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial, reduce
+from functools import reduce
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from ps_core._planner.search import Planned, Setup, adopted
 from ps_core._trace import Amounts, Trace
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.plan_request import PlanRequest
-from ps_core.engine._sharding.collectives_protocol import AsyncCollectives, CollectiveSession
+from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.merged_moments import merged
 from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
@@ -36,12 +36,8 @@ def exchange_texts(together: AsyncCollectives, text: str, what: str) -> list[str
     mine = text.encode()
     sizes = [int(row[0]) for row in together.all_values([float(len(mine))], f"the size of {what}")]
     found: list[bytes] = []
-    together.start(partial(_exchange, mine.ljust(max(sizes), b"\0"), what, found)).wait()
+    together.start(lambda session: found.extend(session.exchange(mine.ljust(max(sizes), b"\0"), what))).wait()
     return [each[:size].decode() for each, size in zip(found, sizes, strict=True)]
-
-
-def _exchange(mine: bytes, what: str, found: list[bytes], session: CollectiveSession) -> None:
-    found.extend(session.exchange(mine, what))
 
 
 Recorded: TypeAlias = tuple[PassRecording, BatchShape]

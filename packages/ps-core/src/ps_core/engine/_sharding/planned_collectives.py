@@ -25,10 +25,8 @@ from ps_core.engine._devices.disk.queues import DISK_QUEUES
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
 from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
-from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
-from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._sharding.collective_waits import CollectiveWaits
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
@@ -78,22 +76,14 @@ class RanksExecutor(InstructionExecutor):
         self,
         plan: EnginePlan,
         segment: SegmentQueues,
-        residency: Residency,
-        gradients: GradientStore,
+        residency: ShardedResidency,
+        gradients: ShardedGradients,
         counters: Counters,
     ) -> None:
         super().__init__(plan, segment, residency, gradients, counters)
-        assert isinstance(residency, ShardedResidency), "several ranks share the model"
-        assert isinstance(gradients, ShardedGradients), "several ranks share the model"
         self._shards, self._sums = residency, gradients
         self._queue = queue_for(segment.name, residency)
         self._under_way: deque[_UnderWay] = deque()
-        self._waiting: dict[ParamState, torch.Tensor] = {}
-        """Gradients that go over weights which something may still read."""
-        self._padded: set[ParamGroup] = set()
-        """Groups whose gradients' slots are filled behind the last parameter."""
-        self._late: set[ParamGroup] = set()
-        """Groups with gradients that were written after their own moment."""
         self._submitted = 0
         """How many collectives of the segment were submitted."""
         ordering, store = residency.ordering, residency.store
@@ -140,61 +130,41 @@ class RanksExecutor(InstructionExecutor):
                 late = any(use.slot in each.slots and not each.submitted.done for each in self._under_way)
                 self._counters.fetched(early=not late)
         self._end_using([use.slot for use in moment.uses], Queue.COMPUTE)
-        self._overwrite_waiting()
         super().begin(moment)
         for use in moment.uses:
             if use.holds_weight and use.gains and use.group not in self._staged:
                 self._staged[use.group] = self._slots[use.slot], []
-            if use.gains and use.group in self._staged and use.group not in self._padded:
-                self._padded.add(use.group)  # now, so that the sum waits for this moment only
+            if use.gains and use.group in self._staged:  # now, so that the sum waits for this moment only
                 self._queue.fill_padding(use.group, self._slots[use.slot].flat(use.group.dtype, use.group.chunk_numel))
 
     def _use_for_gradients(self, group: ParamGroup, chunk: Chunk, slot: Slot) -> None:
         """Do nothing: a slot for gradients of a gathered group is told apart by `SlotUse.gains`."""
 
-    def _overwrite_waiting(self) -> None:
-        """Write gradients over weights that were still wanted when the gradients came."""
-        for record, gradient in list(self._waiting.items()):
-            if not record.busy:
-                del self._waiting[record]
-                self._write(record, gradient)
-                self._late.add(record.group)
-
-    def _write(self, record: ParamState, gradient: torch.Tensor) -> None:
-        slot, records = self._staged[record.group]
-        target = record.shaped(slot.flat(record.dtype, record.group.chunk_numel))
-        self._device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
-        if record in records:
-            target.add_(gradient)
-        else:
-            self._residency.unbind(record)
-            target.copy_(gradient)
-            records.append(record)
-            record.mark_slot_taken()
-
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
         """Put a gradient into its group's slot; a second one of the same pass is added to the first."""
-        staged = self._staged.get(record.group)
-        if record.group in self._plan.overwritten:
-            if staged is None or record not in self._plan.learning[record.group]:
-                raise Diverged(f"a gradient of {record.name}, for which the plan has no place")
-            self._sums.mark_given(record)
-            if record in staged[1] or not record.busy:
-                self._write(record, gradient)
-            elif record in self._waiting:
-                self._waiting[record] = self._waiting[record] + gradient
-            else:
-                self._waiting[record] = gradient
-            return True
+        group, staged = record.group, self._staged.get(record.group)
         if staged is not None and record in staged[1]:
-            target = record.shaped(staged[0].flat(record.dtype, record.group.chunk_numel))
+            target = record.shaped(staged[0].flat(record.dtype, group.chunk_numel))
             self._device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (target,), (target,))
             target.add_(gradient)
             return True
-        if record not in self._plan.learning[record.group] or not super().place_gradient(record, gradient):
+        if staged is None or record not in self._plan.learning[group]:
             raise Diverged(f"a gradient of {record.name}, for which the plan has no place")
-        record.staged_factor = None
+        if group not in self._plan.overwritten:
+            super().place_gradient(record, gradient)
+            record.staged_factor = None
+            self._sums.mark_given(record)
+            return True
+        if record.busy:
+            raise Diverged(f"memory of {group.name} is wanted where the plan has its gradients")
         self._sums.mark_given(record)
+        slot, records = staged
+        target = record.shaped(slot.flat(record.dtype, group.chunk_numel))
+        self._device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
+        self._residency.unbind(record)
+        target.copy_(gradient)
+        records.append(record)
+        record.mark_slot_taken()
         return True
 
     # Collectives.
@@ -228,7 +198,6 @@ class RanksExecutor(InstructionExecutor):
         group = self._plan.order[op.group]
         if group not in self._staged:
             raise Diverged(f"the plan sums gradients of {group.name}, of which there are none")
-        self._overwrite_waiting()
         over = group in self._plan.overwritten
         if over and any(record.busy for record in group.tensors):
             raise Diverged(f"memory of {group.name} is wanted where the plan has its gradients")
@@ -240,8 +209,7 @@ class RanksExecutor(InstructionExecutor):
                 group.weight_chunk.drop_copy(0)
             slot.clear()
         whole = slot.flat(group.dtype, group.chunk_numel)
-        filled = self._queue.fill_missing(group, records, whole)
-        if self.waits is not None and (filled or group in self._late):
+        if self._queue.fill_missing(group, records, whole) and self.waits is not None:
             self.waits.before_next([self._device.record(Queue.COMPUTE)])
         for record in self._plan.learning[group]:
             self._sums.expect(record)
@@ -316,8 +284,6 @@ class RanksExecutor(InstructionExecutor):
                     chunk.add_copy(slot)  # it was gathered for a later moment
         sums = {group: self._staged.pop(group) for group in self._summed if group in self._staged}
         staged = self._hand_over_gradients()
-        kept = {id(slot) for slot, _ in staged.values()}
-        self._slots = {number: slot for number, slot in self._slots.items() if id(slot) not in kept}
         for group, (slot, records) in sums.items():
             if records:
                 self._sums.accept_sum(group, records, slot)
@@ -327,17 +293,16 @@ class RanksExecutor(InstructionExecutor):
 
     def _hand_over_gradients(self) -> dict[ParamGroup, tuple[Slot, list[ParamState]]]:
         """Return the gradients that are to be summed, in slots that hold nothing else."""
-        found, evicted = {}, list[Slot]()
+        found, gone = {}, list[Slot]()
         for group, (slot, records) in self._staged.items():
-            waiting = {record: self._waiting[record] for record in group.tensors if record in self._waiting}
             if group not in self._plan.overwritten:
                 found[group] = slot, records
-            elif records or waiting:
+            elif records:
                 whole = slot.flat(group.dtype, group.chunk_numel)
-                rows = {record: record.shaped(whole).clone() for record in records} | waiting
+                rows = {record: record.shaped(whole).clone() for record in records}
                 if group.weight_chunk.copies.get(0) is slot:
                     self._shards.evict(group)
-                    evicted.append(slot)  # kept for its next use, or until its aliases are gone
+                    gone.append(slot)  # kept for its next use, or until its aliases are gone
                 else:
                     slot.clear()
                 own = self._shards.take_slot(group.weight_chunk.bytes)
@@ -345,12 +310,11 @@ class RanksExecutor(InstructionExecutor):
                 for record, gradient in rows.items():
                     record.shaped(target).copy_(gradient)
                 found[group] = own, list(rows)
-        gone = {id(slot) for slot in evicted}
+        kept = {id(slot) for slot in (*gone, *(slot for slot, _ in found.values()))}
         self._slots = {
-            number: slot for number, slot in self._slots.items() if slot.memory.numel() and id(slot) not in gone
+            number: slot for number, slot in self._slots.items() if slot.memory.numel() and id(slot) not in kept
         }
         self._staged.clear()
-        self._waiting.clear()
         return found
 
     def _copy(self, instr: Instr, op: Copy) -> None:

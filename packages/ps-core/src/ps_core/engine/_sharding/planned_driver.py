@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ps_core._extents import SegmentName
@@ -9,13 +11,11 @@ from ps_core._plan import Instr, Queue
 from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.plan_driver import PlanDriver
-from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueues
-from ps_core.engine._gradients.gradient_store import GradientStore
+from ps_core.engine._execution.segment_queues import PlannedMoment
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
-from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._sharding.collective_streams import ORDERED_QUEUES
 from ps_core.engine._sharding.following_driver import FollowingDriver
-from ps_core.engine._sharding.planned_collectives import LeftOver, RanksExecutor, collectives_of, queue_for
+from ps_core.engine._sharding.planned_collectives import RanksExecutor
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.counters import Counters
@@ -88,7 +88,9 @@ class RanksPlanDriver(PlanDriver):
         """Return True if this rank can go through a moment without a part in it: no gradient of it will come."""
         learning = self._plan.learning
         return not any(
-            use.group.index in self._touched and learning[use.group] for use in moment.uses if not use.holds_weight
+            use.group.index in self._touched and learning[use.group]
+            for use in moment.uses
+            if use.gains or not use.holds_weight
         )
 
     def finish(self) -> None:
@@ -100,15 +102,9 @@ class RanksPlanDriver(PlanDriver):
         super().finish()
         self._ranks.end_all()
 
-    def _make_executor(
-        self,
-        plan: EnginePlan,
-        segment: SegmentQueues,
-        residency: Residency,
-        gradients: GradientStore,
-        counters: Counters,
-    ) -> RanksExecutor:
-        self._ranks = RanksExecutor(plan, segment, residency, gradients, counters)
+    # Any: see `InstructionExecutor`.
+    def _make_executor(self, *parts: Any) -> RanksExecutor:
+        self._ranks = RanksExecutor(*parts)
         return self._ranks
 
     def abandon(self) -> PassDriver:
@@ -116,20 +112,5 @@ class RanksPlanDriver(PlanDriver):
         self._device.synchronize()
         if self._counters.recorder is not None:
             self._counters.recorder.leave_plan()
-        follower = FollowingDriver(
-            self._ranks.hand_over(), self._plan.learning, self._shards, self._sums, self._counters
-        )
-        follower.adopt(self._shards.groups)
-        return follower
-
-
-def following_driver(
-    plan: EnginePlan,
-    segment: SegmentName,
-    shards: ShardedResidency,
-    sums: ShardedGradients,
-    counters: Counters,
-) -> FollowingDriver:
-    """Return what drives a pass that does not begin by the plan, but takes part in the plan's collectives."""
-    left = LeftOver(collectives_of(plan, plan.segments[segment]), {}, queue_for(segment, shards))
-    return FollowingDriver(left, plan.learning, shards, sums, counters)
+        left = self._ranks.hand_over()
+        return FollowingDriver(left, self._plan.learning, self._shards, self._sums, self._counters)

@@ -26,17 +26,15 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
-from ps_core.engine._memory.reserved_bytes import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.speculative_steps import Stepping
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
-from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
-from ps_core.engine._sharding.following_driver import UnplannedDriver
+from ps_core.engine._sharding.following_driver import FollowingDriver, UnplannedDriver
 from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts
-from ps_core.engine._sharding.planned_driver import RanksPlanDriver, following_driver
+from ps_core.engine._sharding.planned_collectives import LeftOver, collectives_of, queue_for
+from ps_core.engine._sharding.planned_driver import RanksPlanDriver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line
 from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.first_pass import matches_estimate
@@ -52,19 +50,13 @@ class RanksScheduler(PlanScheduler):
     """Plans for one rank's engine together with the other ranks, and chooses the driver of its passes."""
 
     def __init__(
-        self,
-        engine: Engine,
-        setup: Setup,
-        *,
-        model_name: str,
-        options: Options,
-        cast: torch.dtype | None,
+        self, engine: Engine, setup: Setup, *, model_name: str, options: Options, cast: torch.dtype | None
     ) -> None:
         assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
-        self._together: AsyncCollectives = engine.residency.together
-        super().__init__(engine, setup, model_name=model_name, options=options, cast=cast)
         assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
         self._shards, self._sums, self._alike = engine.residency, engine.gradients, engine.gradients.alike
+        self._together = engine.residency.together
+        super().__init__(engine, setup, model_name=model_name, options=options, cast=cast)
         self._shards.serve()
         self._plans_made = 0
         """How often the ranks told each other what they recorded; the same on all ranks."""
@@ -87,7 +79,7 @@ class RanksScheduler(PlanScheduler):
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at the batch that the root module is called with; plan the first pass, together with the others."""
-        self._note_failures()
+        self._recover()
         self._batch = self._batch_of(args, kwargs)
         if not self._setup.training:
             self._plan_between_passes()
@@ -103,15 +95,9 @@ class RanksScheduler(PlanScheduler):
             if any(self._alike.compare_free_bytes(wanted, "whether a pass is to be planned")):
                 self._plan_recorded()
 
-    @defer_interrupts_installing
-    def _note_failures(self) -> None:
-        """If the device ran out of memory, tell the other ranks with the next comparison to leave more free."""
-        store = self._engine.store
-        missing_bytes = store.device.take_failed_bytes()
-        if missing_bytes:
-            self._served = None  # a pass that broke off is not recorded
-            self._engine.finish_pass()
-            self._alike.propose_free_bytes(bytes_to_reserve(missing_bytes, store.tiers[0].capacity_bytes))
+    def _request_free_bytes(self, size_bytes: int) -> None:
+        """Tell the other ranks with the next comparison to leave more free."""
+        self._alike.propose_free_bytes(size_bytes)
 
     def _leave_more_free(self, plan: EnginePlan) -> EnginePlan:
         """Plan again with more left free, if a rank told that memory ran out; all ranks begin the same pass."""
@@ -145,7 +131,8 @@ class RanksScheduler(PlanScheduler):
         self._served, self._batch = batch, None
         if training and self._sums.passes and not self._engine.holds_gradients():
             self._sums.end_step()  # what there was, was forgotten
-        self._alike.compare()
+        if training or self._alike.has_writes:
+            self._alike.compare()
         if (
             plan is None
             or batch is None
@@ -173,7 +160,8 @@ class RanksScheduler(PlanScheduler):
         if not why:
             return self._replay(plan, segment, tracked=training is self._setup.training and self._is_watched())
         self._engine.counters.diverged(why)
-        return following_driver(plan, segment, self._shards, self._sums, self._engine.counters)
+        left = LeftOver(collectives_of(plan, plan.segments[segment]), {}, queue_for(segment, self._shards))
+        return FollowingDriver(left, plan.learning, self._shards, self._sums, self._engine.counters)
 
     def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
         """Follow the plan, as all ranks do. This one may be unable to move its shards to the plan's places now."""
@@ -223,7 +211,7 @@ class RanksScheduler(PlanScheduler):
 
     def maybe_replan(self) -> None:
         """Tell the other ranks, as the step is compared, whether this one has a pass to plan from."""
-        self._note_failures()
+        self._recover()
         self._before_step = self._engine.passes.gradient_passes
         self._steps_until_plan = max(0, self._steps_until_plan - 1)
         wanted = self._found is not None and not self._steps_until_plan

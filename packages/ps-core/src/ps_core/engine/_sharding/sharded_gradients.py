@@ -25,7 +25,6 @@ from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._optim.group_step import numbers
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
-from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.compare_ranks import Alike
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.checksum import checksum
@@ -37,10 +36,10 @@ _CUT_NUMEL = 1 << 18
 class ShardedGradients(GradientStore):
     """Gradients summed over ranks; see [Note: where sums lie]."""
 
-    def __init__(self, residency: ShardedResidency, together: AsyncCollectives, *, overwrites: bool) -> None:
+    def __init__(self, residency: ShardedResidency, *, overwrites: bool) -> None:
         super().__init__(residency, overwrites=False)
-        self._shards, self._together = residency, together
-        self.alike = Alike(together)
+        self._shards, self._together = residency, residency.together
+        self.alike = Alike(residency.together)
         self._over_weights = overwrites
         self._measured: dict[ParamState, torch.Tensor] = {}
         """This rank's part of the norm, where it was measured when the sum arrived."""
@@ -150,7 +149,7 @@ class ShardedGradients(GradientStore):
         if chunk is None or chunk.home.tier:
             return None
         if self._goes_over(group):
-            _lose(group)
+            self.lose_weight(group)
         return chunk.home
 
     def accept_sum(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
@@ -161,8 +160,9 @@ class ShardedGradients(GradientStore):
         else:
             over = self._goes_over(group)
             if over:
-                _lose(group)
-                self._measure_all(records, slot)
+                self.lose_weight(group)
+                self._store.device.declare_access(Queue.COMPUTE, f"norms of {group.name}", (slot.memory,), ())
+                self._measure_pieces(records, slot.flat(group.dtype, group.shard_numel))
             self._fill(chunk, slot)
             for record in records:
                 if over:
@@ -231,7 +231,7 @@ class ShardedGradients(GradientStore):
 
     # Norms.
 
-    def measure(self, record: ParamState, flat: torch.Tensor | None = None) -> torch.Tensor:
+    def measure(self, record: ParamState) -> torch.Tensor:
         """Return the sum of squares and the flag of a whole gradient; the first call measures all gradients."""
         if record.norm_part is None:
             rows = [each for group in self._residency.groups for each in group.tensors]
@@ -265,12 +265,6 @@ class ShardedGradients(GradientStore):
             else:
                 self._measured.update({each: measured(self._shards.load(chunk, each.piece)) for each in found})
 
-    def _measure_all(self, records: list[ParamState], slot: Slot) -> None:
-        """Measure a sum while it is on the compute tier."""
-        group = records[0].group
-        self._store.device.declare_access(Queue.COMPUTE, f"norms of {group.name}", (slot.memory,), ())
-        self._measure_pieces(records, slot.flat(group.dtype, group.shard_numel))
-
     def measure_all(self, records: list[ParamState], flat: torch.Tensor, launch: Launch | None = None) -> None:
         """Measure this rank's part of a group's sums, which lies in ``flat``."""
         rows = [record for record in records if record not in self._measured]
@@ -280,15 +274,10 @@ class ShardedGradients(GradientStore):
             launch(f"norms of {rows[0].group.name}", (flat,), (), partial(self._measure_pieces, rows, flat))
 
     def lose_weight(self, group: ParamGroup) -> None:
-        """Mark this rank's shard of the weight as overwritten by the sum that is on its way there."""
-        _lose(group)
+        """Mark this rank's shard of the weight as overwritten: the master alone has the weight now."""
+        for record in group.tensors:
+            record.mark_slot_taken()
 
     def _measure_pieces(self, records: list[ParamState], flat: torch.Tensor) -> None:
         spans = [(each.piece.start, each.piece.stop) for each in records]
         self._measured.update(zip(records, measured_spans(flat, spans), strict=True))
-
-
-def _lose(group: ParamGroup) -> None:
-    """Mark this rank's shard of the weight as overwritten: the master alone has the weight now."""
-    for record in group.tensors:
-        record.mark_slot_taken()

@@ -25,7 +25,7 @@ import torch
 from ps_core._errors import RanksDiverged
 from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core._units import align_up
+from ps_core._units import ALIGNMENT_BYTES, align_up
 from ps_core.engine._devices.device import Event
 from ps_core.engine._devices.disk.file import FileExtent
 from ps_core.engine._devices.disk.queues import DISK_QUEUES
@@ -87,6 +87,13 @@ class ShardedResidency(Residency):
         self._common.pop(group, None)
         super().release_chunks(group)
 
+    def free_common(self, group: ParamGroup) -> None:
+        """Free the common weights of a group that no rank uses any more, unless a tensor of a rank is an alias."""
+        if group.common is not None:
+            mapped = float(group.common.is_mapped())
+            if not any(row[0] for row in self.together.all_values([mapped], f"who uses old memory of {group.name}")):
+                group.common.free()
+
     def map_common(self, group: ParamGroup) -> Slot:
         """Return the mapping of a group's common weights."""
         assert group.common is not None, "the group has common weights"
@@ -106,46 +113,25 @@ class ShardedResidency(Residency):
         chunk.invalidate(slot)
         return slot, slot.flat(group.dtype, group.chunk_numel)
 
-    def end_gather(self, group: ParamGroup, slot: Slot) -> None:
-        """Mark the slot that `begin_gather` returned as filled."""
-        group.weight_chunk.fill(slot)
-
     def shard_for_peers(self, group: ParamGroup) -> tuple[torch.Tensor, Slot | None]:
         """Return this rank's shard for a gather: where it lies, or copied into a slot that the caller returns."""
-        source, valid = (
-            group.chunks[group.weight].source(),
-            all(r.contents is SlotContents.WEIGHT for r in group.tensors),
-        )
+        chunk, valid = group.chunks[group.weight], all(r.contents is SlotContents.WEIGHT for r in group.tensors)
+        source = chunk.source()
         if valid and self.ordering.reaches(source):
             self.ordering.before()
             return source.flat(group.dtype, group.shard_numel), None
-        slot = self.take_slot(max(align_up(group.chunks[group.weight].bytes), 128))
+        slot = self.take_slot(chunk.bytes)
         own = slot.flat(group.dtype, group.shard_numel)
-        self._copy_shard(group, own)
-        return own, slot
-
-    def _copy_shard(self, group: ParamGroup, own: torch.Tensor) -> None:
-        """Put this process's shard into its place, where the collective may read it."""
-        chunk, place = group.chunks[group.weight], Slot(0, -1, own.nbytes, own.view(torch.uint8))
         self.transfers.check_disk()
-        if all(record.contents is SlotContents.WEIGHT for record in group.tensors):
-            self.transfers.copy_to(chunk, place)
-        else:
-            self._cast_shard(group, place)
+        if valid:
+            self.transfers.copy_to(chunk, Slot(0, -1, own.nbytes, own.view(torch.uint8)))
+        else:  # gradients lie over the weight, so the shard is as a rank that asks for it is answered
+            shard = self.answer(group.index, self._changes)
+            assert shard is not None, "this rank's last change is over"
+            self.store.device.declare_access(Queue.COMPUTE, f"shard of {group.name}", (), (own,))
+            own.copy_(shard.view(group.dtype))
         self.ordering.before()
-
-    def _cast_shard(self, group: ParamGroup, place: Slot) -> None:
-        """Cast the master's shard into its place, while gradients lie in the weight slot."""
-        values = self.own_bytes(group.chunks[Kind.P32]).view(torch.float32)
-        near = group.chunks[Kind.P32].home.tier == 0 or self.store.tiers[0].name == "host"
-        target = place if near else self.store.reserve(1, place.bytes)
-        queue = Queue.CPU if target.tier else Queue.COMPUTE
-        self.transfers.wait_for_other_queues(queue)
-        self.store.device.declare_access(queue, f"shard of {group.name}", (values,), (target.memory,))
-        target.flat(group.dtype, group.shard_numel).copy_(values)
-        if target is not place:
-            self.transfers.finish(self.transfers.launch(target, place, place.bytes))
-            self.transfers.release_slot(target)
+        return own, slot
 
     def evict(self, group: ParamGroup) -> bool:
         """Release the gathered copy; nothing has to be written back."""
@@ -218,12 +204,10 @@ class ShardedResidency(Residency):
     def end_change(self) -> None:
         """Note that this rank's shards are those after one more step, or change of groups; answer for them."""
         store = self.store
-        if self._ask is None:
-            return
         queues = (*ORDERED_QUEUES, *DISK_QUEUES) if store.file is not None else ORDERED_QUEUES
         over: list[Event] = [] if store.synchronous else [store.device.record(queue) for queue in queues]
         if store.device.worker is not None:
-            over.append(store.device.worker.launch("the end of a step", (), (), _nothing))
+            over.append(store.device.worker.launch("the end of a step", (), (), lambda: None))
         with self._changed_shards:
             self._changes += 1
             self._change_over, self._disk_moves = over, {}
@@ -258,6 +242,7 @@ class ShardedResidency(Residency):
     def take_slot(self, size: int, record: ParamState | None = None) -> Slot:
         """Return a slot on the compute tier, if possible the one where this parameter was."""
         with torch.inference_mode(False):  # or a pass that trains could not use it after one that does not
+            size = max(align_up(size), ALIGNMENT_BYTES)
             return self.store.spare.pop(size, record) or self.store.reserve(0, size)
 
     def return_slot(self, slot: Slot) -> None:
@@ -284,7 +269,11 @@ class ShardedResidency(Residency):
         if chunk.home.place is None:
             return self.transfers.at_home(chunk).flat(dtype, group.shard_numel)[span]
         self.transfers.wait_for_other_queues(Queue.CPU)
-        return self._elements(self.transfers.near(chunk), span, dtype, group.shard_numel)
+        source = self.transfers.near(chunk)
+        if source.place is None:
+            return source.flat(dtype, group.shard_numel)[span]
+        size = (span.stop - span.start) * dtype.itemsize
+        return self.transfers.read(source, span.start * dtype.itemsize, size).view(dtype)
 
     def save(self, chunk: Chunk, span: slice, values: torch.Tensor) -> None:
         """Write elements of this rank's shard to the home slot; ``values`` may be what `load` returned."""
@@ -300,21 +289,7 @@ class ShardedResidency(Residency):
             if span.stop > span.start:
                 source = values.to("cpu", dtype).contiguous().view(torch.uint8)
                 self.transfers.write(chunk.home, span.start * dtype.itemsize, source)
-        self._changed(chunk)
-
-    def part_of(self, slot: Slot, record: ParamState, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's elements of a parameter, in a slot that holds a shard."""
-        return self._elements(slot, record.piece, dtype, record.group.shard_numel)
-
-    def _elements(self, slot: Slot, span: slice, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        if slot.place is None:
-            return slot.flat(dtype, numel)[span]
-        size = (span.stop - span.start) * dtype.itemsize
-        return self.transfers.read(slot, span.start * dtype.itemsize, size).view(dtype)
-
-    def _changed(self, chunk: Chunk) -> None:
         chunk.mark_written(chunk.home)
-        group = self.groups[chunk.extent.index]
         if chunk.extent.kind is group.weight:
             group.weight_chunk.invalidate_gathered()
 
@@ -350,16 +325,6 @@ class ShardedResidency(Residency):
         self.together.start_all_gather(whole, shard.cpu(), f"{chunk.extent.kind.value} of {group.name}").wait()
         return whole
 
-    def changed_at_home(self, chunk: Chunk, memory: torch.Tensor) -> None:
-        """Store this rank's shard of the changed memory that `contents` returned."""
-        group = self.groups[chunk.extent.index]
-        dtype, numel = group.dtype_of(chunk.extent.kind), group.shard_numel
-        self.save(chunk, slice(0, numel), memory.view(dtype)[group.rank * numel : (group.rank + 1) * numel])
-
     def forget(self) -> None:
         """Drop the gathered bytes that `vector` keeps."""
         self._whole = None
-
-
-def _nothing() -> None:
-    """Do nothing: what counts is when the worker's thread comes to it."""

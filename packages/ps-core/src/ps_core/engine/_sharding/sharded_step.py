@@ -26,7 +26,7 @@ class ShardedStepper(OnDemandStepper):
 
     def __init__(self, residency: ShardedResidency, gradients: ShardedGradients, groups: list[ParamGroup]) -> None:
         super().__init__(residency, gradients, groups)
-        self._shards, self._alike = residency, gradients.alike
+        self._shards, self._sums, self._alike = residency, gradients, gradients.alike
         self._left_over = LeftOverSums(residency, gradients)
 
     def compare(self) -> None:
@@ -64,7 +64,7 @@ class ShardedStepper(OnDemandStepper):
         """Release sums after a step; from now on other ranks get the new weights."""
         super().free_sums()
         self._shards.forget()
-        self._left_over.end_step()
+        self._sums.end_step()
         self._shards.end_change()
 
 
@@ -78,6 +78,6 @@ def sharded_components(
 ) -> Components:
     """Return the engine's components for a rank that has a shard of the model."""
     residency = ShardedResidency(store, groups, watcher, together)
-    gradients = ShardedGradients(residency, together, overwrites=overwrites)
+    gradients = ShardedGradients(residency, overwrites=overwrites)
     updater = ShardedStepper(residency, gradients, groups)
     return Components(residency, gradients, updater, OnDemandDriver(residency, gradients))

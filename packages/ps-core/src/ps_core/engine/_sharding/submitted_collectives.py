@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
 
 from ps_core._plan import Instr, Queue
+from ps_core._program import WIRE_BYTES
 from ps_core.engine._devices.device import Event
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
-from ps_core.engine._sharding.collective_streams import ORDERED_QUEUES, CollectiveOrdering
-from ps_core.engine._sharding.collectives_protocol import (
-    AsyncCollectives,
-    BufferCollectives,
-    CollectiveSession,
-    Pending,
-)
+from ps_core.engine._sharding.collectives_protocol import BufferCollectives, CollectiveSession
+from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.work_recorder import WorkRecorder
 
 
 class Submitted:
-    """One gather or sum in which every rank takes part."""
+    """One gather or sum in which every rank takes part, queued for the other thread behind those submitted before."""
 
     def __init__(
         self,
-        ordering: CollectiveOrdering,
+        queue: CollectiveQueue,
         group: ParamGroup,
         shard: torch.Tensor,
         whole: torch.Tensor,
         scratch: torch.Tensor | None,
-        *,
-        what: str,
         instr: Instr | None,
+        ready: Sequence[Event] | None,
     ) -> None:
         """``shard``: of this rank, of the weight (gather), or where its part of the sum goes.
 
         ``whole``: where the group goes, or this rank's gradients. ``scratch``: for what others send to a sum; None: it
-        is a gather. ``what``: says what it is for, the same on every rank. ``instr``: the plan's, if it is carried out.
+        is a gather. ``instr``: the plan's, if it is carried out. ``ready``: events that it waits for; None: for all
+        that was launched so far.
         """
         self.group = group
-        self._ordering, self._what, self._instr = ordering, what, instr
+        self._ordering, self._recorder, self._instr = queue.ordering, queue.recorder, instr
         self._shard, self._whole, self._scratch = shard, whole, scratch
-        self._ready: Sequence[Event] = ()
+        self._what = f"{group.name} in {queue.during}" if scratch is None else f"gradients of {group.name}"
+        self._ready = self._ordering.ready() if ready is None else ready
         self._over: Event | None = None
-        self._recorder: WorkRecorder | None = None
-        self._pending: Pending | None = None
+        self._pending = queue.together.start(self._run)
 
     @property
     def gathers(self) -> bool:
@@ -57,19 +53,7 @@ class Submitted:
     @property
     def done(self) -> bool:
         """Return True if `wait` would not block this thread."""
-        assert self._pending is not None, "it was started"
         return self._pending.done
-
-    def start(
-        self, together: AsyncCollectives, recorder: WorkRecorder | None, ready: Sequence[Event] | None = None
-    ) -> None:
-        """Queue it for the other thread, after everything submitted before, and after the events ``ready``.
-
-        None: after everything that was launched so far.
-        """
-        self._recorder = recorder
-        self._ready = self._ordering.ready() if ready is None else ready
-        self._pending = together.start(self._run)
 
     def _run(self, session: CollectiveSession) -> None:
         buffers = self._ordering.begin(session, self._ready)
@@ -82,21 +66,19 @@ class Submitted:
         self._over = self._ordering.end()
 
     def _communicate(self, session: CollectiveSession, buffers: BufferCollectives) -> None:
-        if self.gathers and self.group.common is not None:
+        if self._scratch is not None:
+            buffers.reduce_scatter(self._shard, self._whole, self._scratch, self._what)
+        elif self.group.common is not None:
             session.exchange(b"\0", self._what)  # each rank has stepped its shard, which all ranks map
-        elif self._scratch is None:
-            buffers.all_gather(self._whole, self._shard, self._what)
         else:
-            kind = self.group.dtype
-            buffers.reduce_scatter(self._shard, self._whole, self._scratch, self._what, kind=kind)
+            buffers.all_gather(self._whole, self._shard, self._what)
 
     def wait(self) -> None:
         """Wait until the result may be used, and its memory."""
-        self._ordering.after(self.end(), ORDERED_QUEUES)
+        self._ordering.after(self.end())
 
     def end(self) -> Event | None:
         """Wait until the other thread is done with it; return what queues have to wait for (see `after`)."""
-        assert self._pending is not None, "it was started"
         self._pending.wait()
         return self._over
 
@@ -106,9 +88,14 @@ class CollectiveQueue:
 
     def __init__(self, residency: ShardedResidency, during: str) -> None:
         """``during``: a kind of pass, by which ranks that do different ones are found and told."""
-        self._during = during
-        self._ordering, self._together = residency.ordering, residency.together
-        self._device, self._watcher = residency.store.device, residency.transfers.watcher
+        self.during = during
+        self.ordering, self.together = residency.ordering, residency.together
+        self._shards, self._device = residency, residency.store.device
+
+    @property
+    def recorder(self) -> WorkRecorder | None:
+        """Return what records collectives now; None: nothing does."""
+        return self._shards.transfers.watcher.recorder
 
     def gather(
         self,
@@ -118,11 +105,10 @@ class CollectiveQueue:
         instr: Instr | None = None,
         ready: Sequence[Event] | None = None,
     ) -> Submitted:
-        """Submit a gather of a group, of which ``own`` is this rank's shard; ``ready``: see `Submitted.start`."""
-        what = f"{group.name} in {self._during}"
-        self._ordering.before()
+        """Submit a gather of a group, of which ``own`` is this rank's shard; ``instr``, ``ready``: see `Submitted`."""
+        self.ordering.before()
         self._device.declare_access(Queue.COLL, f"gather {group.name}", (own,), (whole,))
-        return self._submit(Submitted(self._ordering, group, own, whole, None, what=what, instr=instr), ready)
+        return Submitted(self, group, own, whole, None, instr, ready)
 
     def wait_for_common(
         self, group: ParamGroup, mapped: Slot, instr: Instr | None = None, ready: Sequence[Event] | None = None
@@ -142,10 +128,33 @@ class CollectiveQueue:
         ready: Sequence[Event] | None = None,
     ) -> Submitted:
         """Submit a sum of a group's gradients over ranks; ``whole`` has a value for every element."""
-        what = f"gradients of {group.name}"
-        self._ordering.before()
-        self._device.declare_access(Queue.COLL, what, (whole,), (into, scratch))
-        return self._submit(Submitted(self._ordering, group, into, whole, scratch, what=what, instr=instr), ready)
+        self.ordering.before()
+        self._device.declare_access(Queue.COLL, f"gradients of {group.name}", (whole,), (into, scratch))
+        return Submitted(self, group, into, whole, scratch, instr, ready)
+
+    def sum_now(
+        self,
+        sums: ShardedGradients,
+        group: ParamGroup,
+        records: list[ParamState],
+        whole: torch.Tensor,
+        take: Callable[[int], Slot],
+    ) -> None:
+        """Sum gradients of a group over ranks and store it, on slots of the compute tier that ``take`` returns."""
+        kind, numel = sums.dtype(group), group.shard_numel
+        scratch = take(min(self.ordering.scratch_bytes(numel, group.dtype), WIRE_BYTES))
+        try:
+            for record in records:
+                sums.expect(record)
+            direct = sums.direct_target(group)
+            target = direct or take(numel * kind.itemsize)
+        except BaseException:
+            self._shards.return_slot(scratch)
+            raise
+        self.sum(group, target.flat(kind, numel), whole, scratch.memory).wait()
+        sums.accept_sum(group, records, target)
+        for each in (scratch,) if direct else (scratch, target):
+            self._shards.return_slot(each)
 
     def fill_gaps(self, group: ParamGroup, records: Collection[ParamState], whole: torch.Tensor) -> None:
         """Write minus zero where this rank has no gradient: it changes no sum, and not the sign of a zero."""
@@ -167,7 +176,3 @@ class CollectiveQueue:
         if gap.stop > gap.start:
             self._device.declare_access(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
             whole[gap].fill_(-0.0)
-
-    def _submit(self, each: Submitted, ready: Sequence[Event] | None) -> Submitted:
-        each.start(self._together, self._watcher.recorder, ready)
-        return each

@@ -2,15 +2,15 @@
 
 [Note: what a fake pass leaves alone]
 The pass runs the model's Python code once more, on a copy (`fake_copy`). Random states of Python, NumPy and PyTorch
-(CUDA's too) are restored afterwards. So are grad mode, warning filters and dispatch modes. Some features are off
-meanwhile: the user's dispatch modes, warnings, PyTorch's log lines about fake tensors, and compilation. Autocast's
+(CUDA's too) are restored afterwards. So are grad mode, warning filters and modes. Some features are off meanwhile: the
+user's modes (but a default device stays), warnings, PyTorch's log lines about fake tensors, and compilation. Autocast's
 cache is emptied. Python objects that the code reaches outside of the copy are restored (`fake_snapshot`). A fake tensor
 that was stored elsewhere is removed there (`fake_leftovers`); the next pass would compute with it. Effects outside of
 Python's objects happen once more.
 
-Much of this state belongs to the whole process. So one fake pass runs at a time. Two threads could leave their modes in
-the order in which they entered. Then PyTorch's flag for "a dispatch mode is on" would stay set, and nothing would be
-compiled any more.
+Much of this state belongs to the whole process. So one fake pass runs at a time, until its fake tensors are removed:
+another one would find them in caches. Two threads could also leave their modes in the order in which they entered. Then
+PyTorch's flag for "a dispatch mode is on" would stay set, and nothing would be compiled any more.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import RLock
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker, pop_user_modes, push_modes
 
@@ -54,11 +56,20 @@ class Isolation:
         """Replace the lock in a forked process, where the thread that held the old one does not exist."""
         cls._one_at_a_time = RLock()
 
-    def enter(self, *contexts: AbstractContextManager[Any]) -> None:
-        """Wait for other threads' fake passes, save this thread's state, then enter the contexts in this order."""
-        if not self._one_at_a_time.acquire(timeout=WAIT_S):
+    @classmethod
+    @contextmanager
+    def alone(cls) -> Iterator[None]:
+        """Wait for other threads' fake passes; theirs then wait until the block ends."""
+        lock = cls._one_at_a_time
+        if not lock.acquire(timeout=WAIT_S):
             raise TimeoutError(f"a fake pass of another thread did not end within {WAIT_S} s; it may wait for this one")
-        self._exits.callback(self._one_at_a_time.release)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def enter(self, *contexts: AbstractContextManager[Any]) -> None:
+        """Save this thread's state, then enter the contexts in this order; call this within `alone`."""
         self._exits.callback(_forget_casts)
         for restore in _random_states():
             self._exits.callback(restore)
@@ -67,6 +78,7 @@ class Isolation:
         self._exits.callback(_LOGGER.removeFilter, _say_nothing)
         _LOGGER.addFilter(_say_nothing)
         self._exits.callback(push_modes, pop_user_modes())
+        self._exits.enter_context(_no_function_modes())
         if "torch._dynamo" in sys.modules:  # not imported: nothing is compiled, and the import takes seconds
             stance: Any = torch.compiler.set_stance("force_eager")  # no compilation for fake tensors
             self._exits.enter_context(stance)
@@ -88,6 +100,23 @@ class Isolation:
 
 
 os.register_at_fork(after_in_child=Isolation.forget_other_threads)
+
+
+@contextmanager
+def _no_function_modes() -> Iterator[None]:
+    """Switch off this thread's function modes, except the default device, which PyTorch keeps lowest."""
+    above: list[TorchFunctionMode] = []
+    while torch._C._len_torch_function_stack():
+        mode = torch._C._pop_torch_function_stack()
+        above.insert(0, mode)
+        if isinstance(mode, DeviceContext):
+            torch._C._push_on_torch_function_stack(above.pop(0))
+            break
+    try:
+        yield
+    finally:
+        for mode in above:
+            torch._C._push_on_torch_function_stack(mode)
 
 
 def _random_states() -> list[Callable[[], None]]:

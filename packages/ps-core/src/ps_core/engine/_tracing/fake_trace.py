@@ -123,17 +123,18 @@ def fake_pass(
     Objects in ``shared`` belong to the model and are not copied. Whatever the model's code raises is raised here. An
     interrupt ends the pass at its next operator: within FakeTensorMode's own code it could end the process.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: list[weakref.ref[torch.UntypedStorage]] = []
-    try:
-        return _traced(mode, model, (args, dict(kwargs)), options, shared, made)
-    except Exception as error:
-        _forget_frames(error)
-        raise
-    finally:
-        kept = remove_leftovers(mode, made)
-        if kept:
-            log_line(f"{type(model).__name__}: fake tensors of its traced pass are still held by {', '.join(kept)}")
+    with Isolation.alone():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        made: list[weakref.ref[torch.UntypedStorage]] = []
+        try:
+            return _traced(mode, model, (args, dict(kwargs)), options, shared, made)
+        except Exception as error:
+            _forget_frames(error)
+            raise
+        finally:
+            kept = remove_leftovers(mode, made)
+            if kept:
+                log_line(f"{type(model).__name__}: fake tensors of its traced pass are still held by {', '.join(kept)}")
 
 
 def _traced(
@@ -149,7 +150,7 @@ def _traced(
     originals = dict(model.named_parameters())
     isolation, snapshot = Isolation(), Snapshot(model)
     try:
-        isolation.enter(mode, torch.set_grad_enabled(options.training))
+        isolation.enter(mode, torch.enable_grad() if options.training else torch.no_grad())
         named = {name: fakes.fake(each, name, _dtype_of(name, options)) for name, each in originals.items()}
         given = fakes.replace(given, options.input_dtype)
         recorder = FakePassRecorder(named, options.unit_of, options.timeout_s)

@@ -49,6 +49,11 @@ class CpuDevice:
         self._allocate: Callable[[int], torch.Tensor] = private_memory
 
     @property
+    def runs_here(self) -> bool:
+        """Return True on a thread of the disk: it must not wait for that, or close the device."""
+        return self._disk.runs_here
+
+    @property
     def worker(self) -> Worker | None:
         """Return None: there is nothing to work beside."""
         return None

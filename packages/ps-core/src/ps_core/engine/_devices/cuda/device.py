@@ -99,6 +99,11 @@ class CudaDevice:
         )
 
     @property
+    def runs_here(self) -> bool:
+        """Return True on the worker's thread, or one of the disk: it must not wait for these, or close the device."""
+        return self._worker.runs_here or self._disk.runs_here
+
+    @property
     def worker(self) -> Worker:
         """Return the thread that steps while the device computes."""
         return self._worker

@@ -148,6 +148,11 @@ class DiskStreams:
         if self._file.failure is not None:
             self._recover()
 
+    @property
+    def runs_here(self) -> bool:
+        """Return True on one of the threads: it must not wait for transfers, and must not close this object."""
+        return threading.current_thread() in self._threads
+
     def close(self) -> None:
         """Finish all transfers, and end the threads; a second call does nothing."""
         self.synchronize()
@@ -191,6 +196,11 @@ class DiskQueues:
         """Return the threads that read and write."""
         assert self._attached is not None, "a disk tier is attached before it is used"
         return self._attached[1]
+
+    @property
+    def runs_here(self) -> bool:
+        """Return True on a thread that reads or writes: it must not wait for these queues."""
+        return self._attached is not None and self._attached[1].runs_here
 
     def serve(self, queue: Queue) -> bool:
         """Return True if a queue is one of these two, and there is a disk tier."""

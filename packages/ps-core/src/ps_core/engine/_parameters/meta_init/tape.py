@@ -15,7 +15,7 @@ looks at values while it is on tape gets them replayed. ``trunc_normal_`` looks,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,6 +64,9 @@ class _MetaTensor(TorchFunctionMode):
                     return func(known, *args[1:], **(kwargs or {}))
                 if tensor.is_meta and func not in CONTENTS:
                     return False if func == IS_META else torch.device("cpu")
+        if kwargs and kwargs.get("out") is not None:
+            with torch._C.DisableTorchFunction():  # a default device would be asked of it, though it has one
+                return func(*args, **kwargs)
         return func(*args, **(kwargs or {}))
 
 
@@ -81,9 +84,7 @@ class Tape(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record all tensor operations in this context on the tape."""
-        # Not where it is so anyway: as a context it stands in the way of `torch.eye(..., out=...)`.
-        plain = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-        with torch.no_grad(), plain, _MetaTensor(self), self:
+        with torch.no_grad(), torch.device("cpu"), _MetaTensor(self), self:
             yield
 
     # Any: torch passes whatever the caller did.
