@@ -6,6 +6,7 @@ import functools
 import gc
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -15,14 +16,14 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from _models import WIDTH, stack
 from _runs import HOST, chunked_model
 from ps_core import Budget, Trace
-from ps_core.engine._tracing import fake_trace
+from ps_core.engine._tracing import fake_leftovers, fake_trace
 from ps_core.engine._tracing.fake_leftovers import remove_leftovers
 from ps_core.engine._tracing.fake_trace import CannotTrace, trace
 
@@ -274,6 +275,28 @@ def test_the_next_pass_finds_no_fake_tensor_in_a_cache() -> None:
     assert positions.cache_info().currsize == 0
     assert not fakes()
     assert type(model(X)) is Tensor
+
+
+@pytest.mark.parametrize("count", [1, 50])
+def test_the_heap_is_searched_as_often_for_many_tensors_as_for_one(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search passes every object there is, so it takes long in a large program."""
+    searches: list[int] = []
+    search = fake_leftovers._holders
+
+    def counted(values: list[Any]) -> Any:
+        searches.append(len(values))
+        return search(values)
+
+    monkeypatch.setattr(fake_leftovers, "_holders", counted)
+    mode = FakeTensorMode()
+    with mode:
+        stored = {"deep": [((torch.empty(index + 1),),) for index in range(count)], "flat": torch.empty(1)}
+    made = [weakref.ref(each.untyped_storage()) for each in fakes()]
+    assert remove_leftovers(mode, made) == []
+    assert stored == {"deep": []}
+    assert not fakes()
+    filled = [each for each in searches if each]
+    assert filled == [count + 1, 1, count, count], "tensors; the dict with one; their tuples; the tuples of these"
 
 
 def test_a_pass_of_another_thread_finds_no_fake_tensor_in_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:

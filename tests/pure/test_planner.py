@@ -223,13 +223,13 @@ def test_a_home_too_large_for_a_tier_is_refused_at_once():
 
 def test_zones_divide_the_arena_without_gaps():
     program = program_of("gpt-4b", ranks=4)
-    tiers = (Tier("device", 20 * GIB), Tier("host", 300 * GIB))
+    tiers = (Tier("device", 12 * GIB), Tier("host", 300 * GIB))
     frame = make_frame(program, tiers, filled(program, tiers, resident=0))
     arenas = frame.arenas(MICRO)
     zones = [arenas[0, zone].bytes for zone in Zone]
     assert all(size > 0 for size in zones)
     assert frame.deep
-    assert frame.home_ends[0] + sum(zones) == frame.line_bytes == (20 * GIB - program.trace.peak_nonmodel_bytes) & -128
+    assert frame.home_ends[0] + sum(zones) == frame.line_bytes == (12 * GIB - program.trace.peak_nonmodel_bytes) & -128
     assert frame.zone(Extent(Kind.FULL, 0), 0) is Zone.GATHERED
     assert frame.zone(Extent(Kind.FULL, 0), 1) is Zone.MAIN
 

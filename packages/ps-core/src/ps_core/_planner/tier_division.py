@@ -91,7 +91,9 @@ class Frame:
         size = self.program.bytes_of(extent)
         if tier or extent.kind in (Kind.ACT, Kind.WIRE, Kind.P32, *STATES, Kind.ACC):
             return size
-        return align_up(size, self.classes[self.zone(extent, tier) is Zone.GATHERED])
+        if self.zone(extent, tier) is Zone.GATHERED:
+            return _gathered_bytes(self.program, extent, self.classes[1])
+        return align_up(size, self.classes[0])
 
 
 def make_frame(
@@ -143,9 +145,9 @@ def _divide(program: Program, placement: Placement, arena: int, classes: tuple[i
     allow gathering ahead.
 
     Shards are small, and expensive because they cross the link. Gathered groups are large and cheap. So all shards from
-    below stay if there is room for them. The remaining bytes keep groups gathered from forward to backward. If ranks
-    map all weights, gathered groups need no bytes. Only gradients do, which nothing reads after their sums: then a few
-    are enough.
+    below stay if there is room for them. The remaining bytes keep groups gathered from forward to backward. More than
+    all groups and a few gradients is never needed, since nothing reads a gradient after its sum. Where ranks compute
+    from common weights, gathered groups need no bytes.
     """
     if not program.sharded:
         return arena, 0, False
@@ -155,18 +157,25 @@ def _divide(program: Program, placement: Placement, arena: int, classes: tuple[i
     below = [size for group, size in enumerate(shards) if placement.home_tier(program.weight_of(group), group)]
     summed = [size for group, size in enumerate(shards) if not program.overwritten(group)]
     passing = max(below, default=max(summed, default=0))
-    if all(group.common for group in program.layout.groups):
-        gradients = [align_up(program.bytes_of(Extent(Kind.GRAD, group)), classes[1]) for group in program.stepped]
-        few = deep + _LATE_SUMS * max(gradients, default=0)
-        enough = sum(below) + 2 * passing + few
-        if enough <= arena:
-            return enough, few, True
+    weights = sum(_gathered_bytes(program, Extent(Kind.FULL, group), classes[1]) for group in groups)
+    gradients = [_gathered_bytes(program, Extent(Kind.GRAD, group), classes[1]) for group in program.stepped]
+    gathered = weights + deep + _LATE_SUMS * max(gradients, default=0)
+    enough = sum(below) + 2 * passing + gathered
+    if enough <= arena:
+        return enough, gathered, True
     passing *= 3
     if sum(below) + passing + deep <= arena:
         return arena, arena - sum(below) - passing, True
     if passing + deep <= arena:
         return arena, deep, True
     return arena, max(min(least, arena - passing), 0), False
+
+
+def _gathered_bytes(program: Program, extent: Extent, size_class: int) -> int:
+    """Return the bytes of a gathered group's slot, or of its gradient's; a group of common weights needs hardly any."""
+    size = program.bytes_of(extent)
+    common = extent.kind is Kind.FULL and program.layout.groups[extent.index].common
+    return size if common else align_up(size, size_class)
 
 
 def _gathered_needs(program: Program, size_class: int) -> tuple[int, int]:
@@ -179,7 +188,7 @@ def _gathered_needs(program: Program, size_class: int) -> tuple[int, int]:
     partial: set[Extent] = set()
 
     def room(extents: set[Extent]) -> int:
-        return sum(align_up(program.bytes_of(extent), size_class) for extent in extents)
+        return sum(_gathered_bytes(program, extent, size_class) for extent in extents)
 
     for visit in program.segment_visits(segment):
         held = {use.extent for use in program.uses(segment, visit) if use.extent.kind in (Kind.FULL, Kind.GRAD)}

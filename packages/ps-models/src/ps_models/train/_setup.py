@@ -204,10 +204,20 @@ def told(found: Found, options: TrainOptions, ranks: TrainingRanks) -> str:
         f"\n{ranks.size} processes, each with {count} of the {options.batch} sequences of a micro-batch; "
         "below, tokens/s is of all, everything else of the first"
     )
+    hint = "" if _is_native(options) else _NOT_NATIVE.format(options.precision)
     kind = f"{found.layers} layers of {found.hidden}" if isinstance(found, TransformerShape) else found.kind
     kind += "" if options.lora is None else f" with adapters of rank {options.lora}"
     return (
         f"{found.name}: {format_count(found.parameters)} parameters, {kind}, "
         f"{found.vocabulary} tokens; {options.precision} on {device_of(options)}, "
-        f"{options.tokens_per_step:,} tokens a step{others if ranks.size > 1 else ''}"
+        f"{options.tokens_per_step:,} tokens a step{others if ranks.size > 1 else ''}{hint}"
     )
+
+
+_NOT_NATIVE = "\nthis processor has no instructions for {}: with --precision fp32 a step takes a fraction of the time"
+
+
+def _is_native(options: TrainOptions) -> bool:
+    """Return False if PyTorch computes on this processor, and knows that it has no instructions for the precision."""
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{options.precision}_supported", None)
+    return device_of(options) == "cuda" or asked is None or bool(asked())

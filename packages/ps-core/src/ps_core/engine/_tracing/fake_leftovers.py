@@ -32,23 +32,50 @@ def remove_leftovers(mode: FakeTensorMode, made: list[weakref.ref[torch.UntypedS
     if not _any_alive(made):
         return []
     gc.unfreeze()  # or the search would pass by what `gc.freeze` has hidden
-    found = [each for each in gc.get_objects() if issubclass(type(each), FakeTensor) and each.fake_mode is mode]
-    return sorted({name for each in found for name in _remove(each, _DEPTH, {id(found)})})
+    values: list[Any] = [
+        each for each in gc.get_objects() if issubclass(type(each), FakeTensor) and each.fake_mode is mode
+    ]
+    kept: set[str] = set()
+    for _ in range(_DEPTH + 1):
+        values = _remove(values, kept)
+    return sorted(kept | {type(each).__name__ for each in values})
 
 
 def _any_alive(made: list[weakref.ref[torch.UntypedStorage]]) -> bool:
     return any(storage() is not None for storage in made)
 
 
-def _remove(value: Any, depth: int, ignored: set[int]) -> set[str]:
-    """Remove a value from its holders, and tuples from theirs; return the types that cannot be changed."""
-    holders = [each for each in gc.get_referrers(value) if id(each) not in ignored and type(each) is not FrameType]
-    kept: set[str] = set()
-    for holder in holders:
-        if not _remove_from(holder, value):
-            climbs = depth and isinstance(holder, tuple | frozenset)
-            kept |= _remove(holder, depth - 1, ignored | {id(holders)}) if climbs else {type(holder).__name__}
-    return kept
+def _remove(values: list[Any], kept: set[str]) -> list[Any]:
+    """Remove values from their holders; return the tuples and frozensets among these, to be removed from theirs.
+
+    Other types that cannot be changed are added to ``kept``. The heap is searched once for all values, not for each.
+    """
+    holders = _holders(values)
+    owners = _holders([holder for holder, _ in holders if isinstance(holder, dict)])
+    enclosing = []
+    for holder, held in holders:
+        if isinstance(holder, dict):
+            _remove_from_dict(holder, held, [owner for owner, its in owners if any(each is holder for each in its)])
+        elif isinstance(holder, tuple | frozenset):
+            enclosing.append(holder)
+        else:
+            kept |= {type(holder).__name__ for value in held if not _remove_from(holder, value)}
+    return enclosing
+
+
+def _holders(values: list[Any]) -> list[tuple[Any, list[Any]]]:
+    """Return the objects that hold some of the values, each with these; no stack frame, and not the list itself."""
+    wanted = {id(value) for value in values}
+    found = gc.get_referrers(*values) if values else []
+    holders = [each for each in found if each is not values and type(each) is not FrameType]
+    return [(each, [*{id(x): x for x in gc.get_referents(each) if id(x) in wanted}.values()]) for each in holders]
+
+
+def _remove_from_dict(holder: dict[Any, Any], held: list[Any], owners: list[Any]) -> None:
+    for value in held:
+        if not any(_clear_attributes(owner, value) for owner in owners):
+            for key in [key for key, each in holder.items() if each is value]:
+                del holder[key]
 
 
 def _remove_from(holder: Any, value: Any) -> bool:
@@ -66,10 +93,6 @@ def _remove_from(holder: Any, value: Any) -> bool:
             each = holder.popleft()
             if each is not value:
                 holder.append(each)
-    elif isinstance(holder, dict):
-        if not any(_clear_attributes(owner, value) for owner in gc.get_referrers(holder)):
-            for key in [key for key, each in holder.items() if each is value]:
-                del holder[key]
     else:
         return _clear_attributes(holder, value)
     return True
