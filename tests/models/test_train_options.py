@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -288,3 +289,15 @@ def test_a_yaml_file_that_cannot_be_used(text: str, why: str, tmp_path: Path) ->
 
 if __name__ == "__main__":
     PAGE.write_text(TABLES.sub(lambda _: table(), PAGE.read_text("utf-8")), "utf-8")
+
+
+@pytest.mark.parametrize(("precision", "native"), [("bf16", False), ("bf16", True), ("fp16", False), ("fp32", False)])
+def test_16_bits_that_take_long_here_are_named(
+    precision: str, native: bool, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step without instructions for them takes some fifty times as long."""
+    for name in ("bf16", "fp16"):
+        monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda: native)
+    assert train(tmp_path / "run", "--device", "cpu", "--steps", 1, "--precision", precision) == 0
+    told = f"this processor has no instructions for {precision}: with --precision fp32 a step takes a fraction of"
+    assert (told in capsys.readouterr().out) is (precision != "fp32" and not native)

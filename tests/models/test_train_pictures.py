@@ -166,6 +166,6 @@ def test_what_is_prepared_is_said_before_it_is(
 
     monkeypatch.setattr(_main, "manage", noted(_main, "manage"))
     monkeypatch.setattr(_data, "documents", noted(_data, "documents"))
-    assert train(tmp_path / "run", "--steps", 1) == 0
+    assert train(tmp_path / "run", "--steps", 1, "--precision", "fp32") == 0
     assert said["documents"] == f"reading {tmp_path}/words.txt\n"
     assert re.match(r"gpt-2x32: 66.7K .*\n.*words.txt: .*\nmaking its weights and optimizer states\n$", said["manage"])
