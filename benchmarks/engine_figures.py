@@ -128,14 +128,39 @@ def plain(shape: Shape, dtype: torch.dtype, *, autocast: bool = False) -> Step:
     return training(model, torch.optim.AdamW(model.parameters(), fused=True), shape, autocast=autocast)
 
 
+class MasterAdamW:
+    """AdamW of fp32 copies of 16-bit parameters, whose results are rounded to these: the same numbers as the engine."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.masters = [nn.Parameter(each.detach().float()) for each in self.parameters]
+        self.adamw = torch.optim.AdamW(self.masters, fused=True)
+
+    def step(self) -> None:
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        self.adamw.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.masters)
+
+    def zero_grad(self) -> None:
+        self.adamw.zero_grad()
+
+
+SAME_NUMBERS = "loop with fp32 masters"
+
+
 def plain_ways(shape: Shape, precision: str) -> dict[str, Step]:
-    """The plain loops to compare with; of several, the faster counts."""
+    """The plain loops to compare with; of several whose names begin with that word, the faster counts."""
     check(shape, precision)
     if precision == "fp32":
         return {"plain fp32": plain(shape, torch.float32)}
+    model = make(shape).to(torch.bfloat16)
     return {
         "plain pure bf16": plain(shape, torch.bfloat16),
         "plain autocast bf16": plain(shape, torch.float32, autocast=True),
+        SAME_NUMBERS: training(model, MasterAdamW(model), shape),
     }
 
 
@@ -156,6 +181,8 @@ def show_speed(taken: dict[str, list[float]], shape: Shape, ours: str) -> float:
     best = fastest_plain(taken)
     found = ratios(taken[best], taken[ours])
     print(f"  {ours} / {best}: {spread(found)} of {len(found)} rounds")
+    if SAME_NUMBERS in taken:
+        print(f"  {ours} / {SAME_NUMBERS}: {spread(ratios(taken[SAME_NUMBERS], taken[ours]))}")
     return numbers.median(found)
 
 
