@@ -298,7 +298,7 @@ def demo(session: nox.Session) -> None:
     """What the project does: train a GPT in less than half of its model data, then forecast a large one."""
     install_once(session, *PACKAGES, "torch", "numpy")
     shutil.rmtree(ROOT / "out" / "demo", ignore_errors=True)  # or a second call would find the run finished
-    # In fp32, since processors without instructions for bf16 take fifty times as long for that.
+    # In fp32: on a processor without instructions for bf16, training in bf16 would hardly end.
     case = ("--model", "gpt-10m", "--precision", "fp32", "--batch", "4", "--accumulate", "2", "--steps", "200")
     told = ("--device-memory", "48MiB", "--sample", "80", "--out", "out/demo")
     session.run("pstar-train", *case, *told, *session.posargs)

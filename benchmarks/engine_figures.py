@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fp32_masters import MasterAdamW
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
@@ -126,26 +127,6 @@ def check(shape: Shape, precision: str) -> None:
 def plain(shape: Shape, dtype: torch.dtype, *, autocast: bool = False) -> Step:
     model = make(shape).to(dtype)
     return training(model, torch.optim.AdamW(model.parameters(), fused=True), shape, autocast=autocast)
-
-
-class MasterAdamW:
-    """AdamW of fp32 copies of 16-bit parameters, whose results are rounded to these: the same numbers as the engine."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = list(model.parameters())
-        self.masters = [nn.Parameter(each.detach().float()) for each in self.parameters]
-        self.adamw = torch.optim.AdamW(self.masters, fused=True)
-
-    def step(self) -> None:
-        for master, parameter in zip(self.masters, self.parameters, strict=True):
-            assert parameter.grad is not None
-            master.grad, parameter.grad = parameter.grad.float(), None
-        self.adamw.step()
-        with torch.no_grad():
-            torch._foreach_copy_(self.parameters, self.masters)
-
-    def zero_grad(self) -> None:
-        self.adamw.zero_grad()
 
 
 SAME_NUMBERS = "loop with fp32 masters"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
+from fp32_masters import MasterAdamW
 from regime import check_first_loss, check_regime
 
 Row = dict[str, Any]
@@ -179,29 +180,10 @@ def with_fsdp2(case: Case, where: torch.device) -> Training:
     return with_torch(model, where, autocast=False)
 
 
-class Masters:
-    """Fused AdamW on fp32 masters of a model in bf16, in place of an optimizer of the model's own parameters."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = list(model.parameters())
-        self._masters = [p.detach().float().requires_grad_() for p in self._model]
-        self._inner = torch.optim.AdamW(self._masters, lr=1e-4, fused=True)
-
-    def step(self) -> None:
-        for parameter, master in zip(self._model, self._masters, strict=True):
-            master.grad, parameter.grad = parameter.grad.float(), None
-        self._inner.step()
-        with torch.no_grad():
-            torch._foreach_copy_(self._model, self._masters)
-
-    def zero_grad(self) -> None:
-        self._inner.zero_grad()
-
-
 def with_masters(case: Case, where: torch.device) -> Training:
     """Everything on the device: 16 bytes a parameter, as the engine has them, and gradients."""
     model = build(case, "cpu").to(where, torch.bfloat16)
-    return trained(model, Masters(model), where, autocast=False)
+    return trained(model, MasterAdamW(model, lr=1e-4), where, autocast=False)
 
 
 def with_torchao(case: Case, where: torch.device) -> Training:

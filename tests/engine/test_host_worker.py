@@ -8,7 +8,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from random import Random
 from tempfile import TemporaryDirectory
@@ -227,11 +228,15 @@ def interrupted_by_checkpoint(model: Any, optimizer: Any) -> None:
         load_checkpoint(f"{folder}/it", model, optimizer)
 
 
-def language(device: Any, options: Options | None = None) -> tuple[Any, Any]:
-    """Return a managed language model with its optimizer, on little device memory, or on the CPU."""
-    budget = Budget(host=HOST) if device == "cpu" else Budget(device="72KiB", host=HOST)
-    told = options or Options()
-    return chunked(models.Language(), SGD(lr=0.1), device=device, precision="bf16", budget=budget, options=told)
+@contextmanager
+def language(*, late: bool, group_bytes: int | None = None) -> Iterator[tuple[Any, Any, Any]]:
+    """Make a language model, its optimizer and device: the CPU, or a played card whose worker is ``late``."""
+    torch.manual_seed(0)
+    with FakeRuntime(1) as runtime:
+        device: Any = late_device(runtime, 3) if late else "cpu"
+        budget, options = Budget(device="72KiB" if late else None, host=HOST), Options(group_bytes=group_bytes)
+        told: dict[str, Any] = {"device": device, "precision": "bf16", "budget": budget, "options": options}
+        yield *chunked(models.Language(), SGD(lr=0.1), **told), device
 
 
 @pytest.mark.parametrize(
@@ -248,11 +253,7 @@ def test_what_comes_between_sees_a_finished_step(between: Callable[[Any, Any], N
     """Right behind the step, while the thread works."""
     found = []
     for late in (False, True):
-        torch.manual_seed(0)
-        runtime = FakeRuntime(1)
-        with runtime:
-            device = late_device(runtime, 3) if late else "cpu"
-            model, optimizer = language(device, Options(group_bytes=4096))
+        with language(late=late, group_bytes=4096) as (model, optimizer, _):
             logs = []
             for index in range(4):
                 loss = next_token(model, *tokens(index))
@@ -272,11 +273,7 @@ def test_what_comes_between_sees_a_finished_step(between: Callable[[Any, Any], N
 def test_release_right_behind_a_step_sees_a_finished_one() -> None:
     found = []
     for late in (False, True):
-        torch.manual_seed(0)
-        runtime = FakeRuntime(1)
-        with runtime:
-            device = late_device(runtime, 3) if late else "cpu"
-            model, optimizer = language(device)
+        with language(late=late) as (model, optimizer, device):
             for index in range(4):
                 next_token(model, *tokens(index)).backward()
                 optimizer.step()

@@ -14,8 +14,8 @@ from ps_kernels._cuda_source import KERNELS, OPTIONS, TUNINGS, Tuning, options, 
 
 ARCHITECTURES = {70: 12, 75: 13, 80: 13, 86: 13, 89: 13, 90: 13, 100: 13, 120: 13}
 """Compute capability, and the release that compiles for it; 12 is the last that knows 70."""
-LIKE_OTHERS = (75, 86, 89, 100)
-"""What these take lies between that of their neighbours, so only the long form compiles for them."""
+SOAK_ONLY = (75, 86, 89, 100)
+"""Architectures that only ``--soak`` compiles for: their registers lie between those of older and newer ones."""
 VERBOSE = "--ptxas-options=-v"
 EXPECTED = re.compile("nvrtc: warning: Architectures prior to '<compute/sm>_75' are deprecated.*\n?")
 """The one warning that is not about the source."""
@@ -58,7 +58,7 @@ def _table(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("module", KERNELS)
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(each, marks=pytest.mark.soak) if each in LIKE_OTHERS else each for each in ARCHITECTURES],
+    [pytest.param(each, marks=pytest.mark.soak) if each in SOAK_ONLY else each for each in ARCHITECTURES],
 )
 def test_every_kernel_compiles(architecture: int, module: str) -> None:
     made = compiled(architecture, module)

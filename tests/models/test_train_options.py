@@ -295,7 +295,7 @@ if __name__ == "__main__":
 def test_16_bits_that_take_long_here_are_named(
     precision: str, native: bool, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step without instructions for them takes some fifty times as long."""
+    """A step without instructions for them takes many times as long."""
     for name in ("bf16", "fp16"):
         monkeypatch.setattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda: native)
     assert train(tmp_path / "run", "--device", "cpu", "--steps", 1, "--precision", precision) == 0
