@@ -70,9 +70,8 @@ class NonModelMemory:
         """
         if not self._bytes.current_bytes:
             return 0
-        if torch._C._current_graph_task_id() == -1:
-            with torch.inference_mode(False), torch.enable_grad():
-                leaf = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
-                torch.autograd.grad(leaf.clone(), leaf)
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+            torch.autograd.grad(leaf.clone(), leaf)
         gc.collect()
         return self._bytes.current_bytes

@@ -326,7 +326,8 @@ class PassTracker:
         for record in self._residency.pop_tampered() if self._residency.tampered else ():
             raise changed_in_place(record.name)
         install()
-        self._store.ledger.note_left_over(self.nonmodel.free_broken_pass() if self.broke_off else 0)
+        broke_off = self.broke_off and _graph_task() == -1  # else a hook read a gradient, and backward goes on
+        self._store.ledger.note_left_over(self.nonmodel.free_broken_pass() if broke_off else 0)
         training = backward or torch.is_grad_enabled()
         self.recording, self.followed = PassRecording(regular=not backward, training=training), False
         if not self._resident:
