@@ -226,6 +226,15 @@ def remove(model: nn.Module) -> None:
     model[1].narrow.bias = None
 
 
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def parametrize(model: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(model[1].wide, "weight", Halved())
+
+
 def start_checkpointing(model: nn.Module) -> None:
     model.checkpointing = True
 
@@ -400,6 +409,7 @@ CASES: tuple[Case, ...] = (
     case("other_shape", models.Language, inputs=other_shape, loss=next_token),
     case("frozen_later", models.stack, step=partial(at_the_third, freeze)),
     case("removed_later", models.stack, step=partial(at_the_third, remove)),
+    case("parametrized_later", models.stack, step=partial(at_the_third, parametrize)),
     case("checkpointing_later", models.Language, step=partial(at_the_third, start_checkpointing), **LANGUAGE),
     # whole models
     case("deberta", deberta, inputs=tokens, loss=hugging_face),

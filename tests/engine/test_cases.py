@@ -58,6 +58,20 @@ def other_data(model: nn.Module) -> None:
     model[1].wide.weight.data = torch.zeros(2 * models.WIDTH, models.WIDTH)
 
 
+def other_memory(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[1].wide.weight.set_(torch.zeros(2 * models.WIDTH, models.WIDTH))
+
+
+def swapped(model: nn.Module) -> None:
+    torch.utils.swap_tensors(model[1].wide.weight, nn.Parameter(torch.zeros(2 * models.WIDTH, models.WIDTH)))
+
+
+def result_of_another(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch.add(model[1].wide.weight, 1, out=model[1].wide.weight)
+
+
 def to_half(model: nn.Module) -> None:
     model.half()
 
@@ -90,6 +104,9 @@ REFUSED: list[tuple[Callable[[nn.Module], Any], str]] = [
     (initialise_again, r"'1\.wide\.weight'[\s\S]*materialized\("),
     (copy_into, r"'1\.wide\.weight'[\s\S]*materialized\("),
     (other_data, r"'1\.wide\.weight'[\s\S]*materialized\("),
+    (other_memory, r"'1\.wide\.weight'[\s\S]*materialized\("),
+    (swapped, r"'1\.wide\.weight'[\s\S]*materialized\("),
+    (result_of_another, r"'1\.wide\.weight'[\s\S]*materialized\("),
     (to_half, r"'0\.norm\.weight'[\s\S]*release\("),
     (deep_copy, r"'0\.norm\.weight'[\s\S]*release\("),
     (pickled, r"'0\.norm\.weight'[\s\S]*release\("),

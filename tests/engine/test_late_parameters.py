@@ -286,7 +286,7 @@ def test_a_module_added_before_a_block_of_ordinary_parameters_is_taken_in_after_
 def test_what_is_refused() -> None:
     model, _ = managed(Net(2))
     other = Net(2)
-    with pytest.raises(UnsupportedParameter, match="was added after chunked"):
+    with pytest.raises(UnsupportedParameter, match="was replaced after chunked"):
         torch.func.functional_call(model, dict(other.named_parameters()), (X,))
     assert all(type(parameter) is nn.Parameter for parameter in other.parameters())
     with torch.device("meta"):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ps_core import SGD, AdamW, Budget, Group, InvalidInput, UnsupportedParameter
-from ps_core.engine import chunked, load_checkpoint, load_weights, release, save_checkpoint, statistics
+from ps_core import SGD, AdamW, AlreadyManaged, Budget, Group, InvalidInput, UnsupportedParameter
+from ps_core.engine import chunked, is_managed, load_checkpoint, load_weights, release, save_checkpoint, statistics
 
 DEVICES = ("cpu", "emulated")
 NO_TRAINING = (
@@ -193,3 +193,24 @@ def test_gradients_from_before_are_forgotten_aloud(device: str) -> None:
     model = two()
     backward(model)
     release(chunked(model, None, device=device, budget=budget_for(device))[0])  # nothing would be stepped
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("replace", ["to meta", "one by one"])
+def test_a_model_whose_parameters_were_all_replaced_can_be_released(device: str, replace: str) -> None:
+    model, _ = chunked(two(), SGD(lr=0.1), device=device, budget=budget_for(device), precision="fp32")
+    if replace == "to meta":
+        model.to("meta")
+    else:
+        for layer in model:
+            layer.weight, layer.bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+    assert is_managed(model)
+    with pytest.raises(AlreadyManaged, match=r"all its parameters were replaced since: release\(model\) first"):
+        chunked(model, SGD(lr=0.1), precision="fp32")
+    with pytest.raises(UnsupportedParameter, match=r"was replaced after chunked.*release\(model\)"):
+        backward(model)
+    release(model)
+    assert not is_managed(model)
+    if replace == "one by one":
+        backward(model)
+        assert model[0].weight.grad is not None

@@ -23,7 +23,7 @@ from ps_core.engine._execution.build_components import Components, single_proces
 from ps_core.engine._execution.compiled_blocks import refuse_compiled
 from ps_core.engine._execution.driver_protocols import Scheduler
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import ModelHooks
+from ps_core.engine._execution.hooks import ModelHooks, hooks_around
 from ps_core.engine._execution.host_embedding import host_tables
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
 from ps_core.engine._gradients.loss_scale import LossScale
@@ -273,6 +273,11 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
                 f"{name!r} is under management already, and an ordinary parameter only inside this block of "
                 "materialized(...): copy.deepcopy(model) here gives a model that chunked(...) takes"
             )
+    if hooks_around(model) is not None:
+        raise AlreadyManaged(
+            f"this {type(model).__name__} is under management already, although all its parameters were replaced "
+            "since: release(model) first"
+        )
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
         raise InvalidInput(f"{type(model).__name__} has no parameters to manage")
     refuse_compiled(model)
@@ -282,6 +287,11 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
             raise UnsupportedParameter(
                 f"{name or type(model).__name__!r} is TorchScript, which reads parameters past every hook: build the "
                 "model from the Python module"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise UnsupportedParameter(
+                f"{name or type(model).__name__!r} has max_norm={module.max_norm}, by which its forward changes the "
+                "table in place: leave max_norm out"
             )
     steps = accumulation_steps
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:

@@ -343,7 +343,15 @@ def is_managed(model: nn.Module) -> bool:
     """Return True if ``chunked`` manages the parameters of a model, or of a part of it."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"expected a torch.nn.Module, found {_found(model)}")
-    return any(isinstance(parameter, ManagedParameter) for parameter in model.parameters())
+    managed = any(isinstance(parameter, ManagedParameter) for parameter in model.parameters())
+    return managed or hooks_around(model) is not None
+
+
+def hooks_around(model: nn.Module) -> ModelHooks | None:
+    """Return the hooks that `chunked` put on this very model, whose parameters may all have been replaced since."""
+    around = getattr(vars(model).get(COMPILED_CALL_ATTRIBUTE), "around", None)
+    hooks = getattr(around, "__self__", None)
+    return hooks if isinstance(hooks, ModelHooks) and not hooks.engine.usability.released else None
 
 
 def hooks_of(model: nn.Module) -> ModelHooks:
@@ -367,7 +375,7 @@ def hooks_of(model: nn.Module) -> ModelHooks:
             f"this is inside a block of materialized(...), where parameters of {type(model).__name__} are ordinary "
             "ones: work with them there, or call this after the block"
         )
-    management = next(iter(found), None)
+    management = next(iter(found), None) or hooks_around(model)
     if not isinstance(management, ModelHooks):
         raise InvalidInput(f"this {type(model).__name__} is not under management: call chunked(model, ...) first")
     return management

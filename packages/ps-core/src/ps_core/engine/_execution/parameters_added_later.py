@@ -57,7 +57,13 @@ def take_in(
     known = {record.name for record in engine.records}
     tied = find_ties(nn.ParameterList(parameter for _, parameter in named(model)))
     for name, parameter in named(model):
-        if name in known or parameter.is_meta or tied:
+        if name in known:
+            raise UnsupportedParameter(
+                f"parameter {name!r} was replaced after chunked(...) by one that nothing trains: release(model), then "
+                "call chunked again; for other values use materialized(model, write=True), or give functional_call "
+                "plain tensors"
+            )
+        if parameter.is_meta or tied:
             raise UnsupportedParameter(
                 f"parameter {name!r} was added after chunked(...), so nothing trains it and no budget counts it: "
                 "release(model), then call chunked again"

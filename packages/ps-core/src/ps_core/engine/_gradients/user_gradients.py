@@ -59,6 +59,14 @@ class UserGradients:
                 f"the gradient given to {record.name!r}: it was frozen when chunked(...) was called, so it has "
                 "nothing to be stepped with; call requires_grad_(True) before, or leave the gradient out"
             )
+        usable = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_meta
+        if not usable:
+            what = (
+                f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            )
+            raise UnsupportedParameter(
+                f"the gradient given to {record.name!r} is {what}: expected a floating-point tensor that has values"
+            )
         if value.shape != record.shape:
             raise UnsupportedParameter(
                 f"the gradient given to {record.name!r} has shape {tuple(value.shape)}, expected {tuple(record.shape)}"

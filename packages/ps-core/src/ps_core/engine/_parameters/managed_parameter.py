@@ -111,6 +111,12 @@ class _CompiledWhole(UnsupportedParameter, AssertionError):
     """
 
 
+_OTHER_DATA = (
+    "release(model), convert or move it, and call chunked again; to change values use materialized(model, write=True)"
+)
+"""What to do instead of giving a parameter other memory."""
+
+
 class ManagedParameter(nn.Parameter):
     """A parameter whose memory is fetched and evicted."""
 
@@ -129,6 +135,8 @@ class ManagedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         found = managed(args)
         if kwargs:
+            for target in managed((kwargs["out"],)) if "out" in kwargs else ():
+                target._owner.overwrite(target._record, func, args)
             others = managed(kwargs.values())
             found = list(dict.fromkeys((*found, *others))) if found and others else found or others
         else:
@@ -154,6 +162,16 @@ class ManagedParameter(nn.Parameter):
             "copy the model inside `with materialized(model):`, or release(model) first; for a moving average of the "
             "weights use WeightAverage(model)",
         )
+
+    # PyTorch hands neither of these to `__torch_function__` before it is too late.
+    def set_(self, *args: Any, **kwargs: Any) -> ManagedParameter:
+        """Do nothing for the parameter itself, as parametrizations without an inverse ask for; refuse other memory."""
+        if kwargs or [id(each) for each in args] != [id(self)]:
+            self._refuse("given other memory by set_()", _OTHER_DATA)
+        return self
+
+    def _use_count(self) -> NoReturn:
+        self._refuse("swapped with another tensor (torch.utils.swap_tensors)", _OTHER_DATA)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._refuse("pickled", "save model.state_dict(), or pickle copy.deepcopy(model) inside materialized(model)")
@@ -257,11 +275,7 @@ def _get_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: An
 def _set_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> None:
     value = args[1]
     if value is not parameter:
-        parameter._refuse(
-            f"given other data ({tuple(value.shape)}, {value.dtype}, {value.device})",
-            "release(model), convert or move it, and call chunked again; to change values use "
-            "materialized(model, write=True)",
-        )
+        parameter._refuse(f"given other data ({tuple(value.shape)}, {value.dtype}, {value.device})", _OTHER_DATA)
 
 
 def _detach(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ class ModuleCallWrapper:
 
     def __init__(self, module: nn.Module, around: Callable[[Call, Any, Mapping[str, Any]], Any]) -> None:
         self._module = weakref.ref(module)
-        self._around = around
+        self.around = around
         self._compiled: Call | None = compiled_call(module)
         setattr(module, COMPILED_CALL_ATTRIBUTE, self)
 
@@ -33,7 +33,7 @@ class ModuleCallWrapper:
             module = self._module()
             assert module is not None, "it is being called"
             call = module._call_impl
-        return self._around(call, args, kwargs)
+        return self.around(call, args, kwargs)
 
     @property
     def in_place(self) -> bool:
