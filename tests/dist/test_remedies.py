@@ -43,16 +43,16 @@ def test_a_larger_host_or_disk_is_enough_for_all(disk: bool, tmp_path: Path) -> 
 
 
 def finds_no_place(each: Together) -> DoesNotFit:
-    """Enough memory is free, but not side by side."""
     budget = Budget(device="2MiB", host="8MiB")
     model, _ = chunked(made(), AdamW(), device="emulated", budget=budget, collectives=each)
-    with mock.patch.object(FollowingDriver, "_fits", return_value=False), pytest.raises(DoesNotFit) as caught:
+    with pytest.raises(DoesNotFit) as caught:
         model(torch.ones(2, 128))
     return caught.value
 
 
 def test_a_remedy_for_memory_in_pieces_asks_for_more_than_there_is() -> None:
-    with going_by(plan=False):
+    no_place = mock.patch.object(FollowingDriver, "_fits", return_value=False)
+    with going_by(plan=False), no_place:  # enough memory is free, but not side by side
         found, _ = run(2, finds_no_place)
     for error in found:
         assert error.needed_bytes > error.available_bytes == 2**21
