@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from ps_core import AdamW, Budget, Options, Trace
@@ -136,3 +139,28 @@ def test_the_fake_trace_is_the_engines_own(name: str, precision: str) -> None:
     pairs = list(zip(fake.moments, engines.moments, strict=True))
     assert all(0.97 <= one.nonmodel_bytes / (two.nonmodel_bytes + inputs) <= 1.1 for one, two in pairs)
     assert 1.0 <= fake.peak_nonmodel_bytes / engines.peak_nonmodel_bytes <= 1.10
+
+
+def test_inference_in_another_thread_meanwhile() -> None:
+    """It says nothing about the modes of the thread whose fake pass ends."""
+    entered, done = Event(), Event()
+
+    def infers() -> None:
+        with torch.inference_mode():
+            entered.set()
+            done.wait(60)
+
+    class Waits(Stack):
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if not entered.is_set():
+                pool.submit(infers)
+            assert entered.wait(60)
+            return super().forward(*args, **kwargs)
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            found = trace(Waits(recomputed=False), LANGUAGE)
+            assert not _get_current_dispatch_mode_stack()
+        finally:
+            done.set()
+    assert found == trace(Waits(recomputed=False), LANGUAGE)

@@ -115,14 +115,17 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         - an `inference_mode` was entered since `start`: its end makes operators look for the earlier mode.
         """
         self._counting = False
-        entered_since = _sees_operators() and _inference_guards() > self._guards_before
-        found = self._is_on_stack() and not entered_since
+        found = self._is_on_stack() and not self._inference_entered()
         if found:
             _take_out(self)
         return found
 
     def _sees_fakes(self) -> bool:
         return False
+
+    def _inference_entered(self) -> bool:
+        """Return True if an `inference_mode` was entered since `start` and is on, maybe that of another thread."""
+        return _sees_operators() and _inference_guards() > self._guards_before
 
     def _is_on_stack(self) -> bool:
         return any(mode is self for mode in _get_current_dispatch_mode_stack())

@@ -259,6 +259,9 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
     def _sees_fakes(self) -> bool:
         return True
 
+    def _inference_entered(self) -> bool:
+        return False  # the pass leaves what it entered; the rest is other threads'
+
     def _counts(self, tensor: torch.Tensor) -> bool:
         return type(tensor) is FakeTensor and tensor.fake_device.type == self.device and tensor.layout is torch.strided
 
