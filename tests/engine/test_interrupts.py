@@ -54,7 +54,7 @@ def as_python_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     assert not lost
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert (_STATE.depth, _STATE.users, _STATE.put, _STATE.came) == (0, 0, False, [])
+    assert (_STATE.depth, _STATE.users, _STATE.put, _STATE.came) == (0, 0, set(), {})
     signal.signal(signal.SIGINT, before)
 
 
@@ -63,6 +63,8 @@ class CtrlC:
 
     With ``again`` once more, so many functions later.
     """
+
+    number = signal.SIGINT
 
     def __init__(self, at: int, where: str = ENGINE, *, of: str = "", again: int = 0) -> None:
         self.at, self.where, self.of, self.again = at, where, of, again
@@ -96,8 +98,8 @@ class CtrlC:
 
     def _send(self, frame: FrameType) -> None:
         self.sent += 1
-        handler: Any = signal.getsignal(signal.SIGINT)
-        handler(signal.SIGINT, frame)
+        handler: Any = signal.getsignal(self.number)
+        handler(self.number, frame)
 
 
 def count(work: Callable[[], object], where: str = ENGINE, *, of: str = "") -> int:
@@ -124,7 +126,7 @@ def broken_off(work: Callable[[], object], at: int, where: str = ENGINE, *, of: 
     if sending.sent == 2 and _STATE.came:  # the second came where an object died: the next function raises it
         with pytest.raises(KeyboardInterrupt):
             defer_interrupts_installing(gc.isenabled)()
-    assert (_STATE.depth, _STATE.came) == (0, [])
+    assert (_STATE.depth, _STATE.came) == (0, {})
     return came
 
 
@@ -381,7 +383,7 @@ def test_an_interrupt_that_waits_comes_with_the_next_one() -> None:
         assert len(_STATE.came) == 1
         with pytest.raises(KeyboardInterrupt):
             _STATE.handle(signal.SIGINT, sys._getframe())
-        assert _STATE.came == []
+        assert not _STATE.came
     finally:
         uninstall()
 
@@ -394,7 +396,7 @@ def test_an_interrupt_while_the_handler_is_put_in_leaves_nobody_waiting() -> Non
     for at in range(1, 1 + instants):
         interrupted(work, at, BOOKS)
         work()  # takes a handler out that an interrupt left in
-        assert (_STATE.depth, _STATE.users, _STATE.put) == (0, 0, False)
+        assert (_STATE.depth, _STATE.users, _STATE.put) == (0, 0, set())
     for at in range(1, 1 + count(install, BOOKS)):
         uninstall()
         interrupted(install, at, BOOKS)

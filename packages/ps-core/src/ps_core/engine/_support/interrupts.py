@@ -1,12 +1,14 @@
-"""Defer Ctrl-C while the engine's state is inconsistent.
+"""Defer signals, such as that of Ctrl-C, while the engine's state is inconsistent.
 
 A Python signal handler may run between any two instructions, and the one for Ctrl-C raises `KeyboardInterrupt` there.
-The engine's work between two of the model's operations is short, so it is finished first.
+Others raise too, at a time limit, or save a checkpoint at once, before a cluster takes the computer back. The engine's
+work between two of the model's operations is short, so it is finished first.
 
 [Note: whose handler]
 The engine's handler calls the earlier one: at once, or after the running `defer_interrupts` function. It is installed
 when a pass begins (or something rare, such as a step). It is removed when nothing needs it any more, because notebooks
 install their own for every cell. The state is the process's, as handlers are. Python interrupts only the main thread.
+Signals without a handler in Python are left alone.
 
 [Note: when it waits]
 An interrupt waits while a `defer_interrupts` function runs. It also waits at that function's very first instruction,
@@ -17,6 +19,7 @@ raised at the end of the next `defer_interrupts` function.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # CPython's own
 import functools
 import signal
 import threading
@@ -29,6 +32,14 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
+_SIGNALS = tuple(
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
+"""Signals that programs handle in Python: to stop, to save, to end what takes too long."""
+_handler_of: Callable[[int], Any] = _signal.getsignal
+"""Return a signal's handler. The function in `signal` also looks for names, in Python, six times a pass."""
 _MAIN = threading.main_thread().ident
 _ENTRY_CODE: set[CodeType] = set()
 """Code of functions that defer or raise interrupts: at its first instruction such a function does not run yet."""
@@ -45,34 +56,43 @@ class _State:
         self.depth = 0
         self.users = 0
         """Number of passes and functions that need the engine's handler."""
-        self.put = False
-        """True if the engine's handler is installed."""
-        self.came: list[FrameType | None] = []
-        self.before: Callable[[int, FrameType | None], Any] | None = None
+        self.put: set[int] = set()
+        """Signals for which the engine's handler is installed."""
+        self.came: dict[int, FrameType | None] = {}
+        """Deferred signals, each with the frame in which it came."""
+        self.before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        """The earlier handlers."""
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal: defer it, or pass it on to the earlier handler."""
         if self.depth or _has_to_wait(frame):
-            self.came.append(frame)
-        elif self.before is not None:
-            self.came.clear()  # this one replaces those that wait (see [Note: when it waits])
-            self.before(number, frame)
+            self.came[number] = frame
+        elif number in self.before:
+            self.came.pop(number, None)  # this one replaces one that waits (see [Note: when it waits])
+            self.before[number](number, frame)
 
     def deliver(self) -> None:
-        """Raise the interrupt that was deferred, if any; remove the engine's handler if nothing needs it any more."""
+        """Call the handlers of deferred signals; remove the engine's handler if nothing needs it any more."""
         self.depth += 1  # or an interrupt could come between lines that belong together
         try:
-            if self.put and not self.users:
-                self.put = False
-                if signal.getsignal(signal.SIGINT) is _HANDLER:  # else the user has installed another since
-                    signal.signal(signal.SIGINT, self.before)
+            while self.put and not self.users:
+                number = self.put.pop()
+                if _handler_of(number) is _HANDLER:  # else the user has installed another since
+                    signal.signal(number, self.before[number])
         finally:
             self.depth -= 1
         if self.came:
-            frame = self.came.pop()
-            self.came.clear()
-            if self.before is not None:
-                self.before(signal.SIGINT, frame)
+            self._call_deferred()
+
+    def _call_deferred(self) -> None:
+        """Call the handlers of all deferred signals, the next one also if one raises."""
+        number = next(iter(self.came))
+        frame = self.came.pop(number)
+        try:
+            self.before[number](number, frame)
+        finally:
+            if self.came:
+                self._call_deferred()
 
 
 def _has_to_wait(frame: FrameType | None) -> bool:
@@ -102,15 +122,17 @@ def install() -> None:
 
 
 def _install() -> None:
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is not _HANDLER and callable(handler):
-        _STATE.before, _STATE.put = handler, True
-        signal.signal(signal.SIGINT, _HANDLER)
+    for number in _SIGNALS:
+        handler = _handler_of(number)
+        if handler is not _HANDLER and callable(handler):
+            _STATE.before[number] = handler
+            _STATE.put.add(number)
+            signal.signal(number, _HANDLER)
 
 
 def interrupt_waits() -> bool:
-    """Return True if an interrupt will be raised when the running `defer_interrupts` function ends."""
-    return bool(_STATE.came)
+    """Return True if Ctrl-C will be handled when the running `defer_interrupts` function ends."""
+    return int(signal.SIGINT) in _STATE.came
 
 
 def uninstall() -> None:
@@ -171,7 +193,7 @@ def _deliver_outermost() -> None:
         _STATE.deliver()
 
 
-_ENTRY_CODE |= {_deliver_outermost.__code__, _State.deliver.__code__}
+_ENTRY_CODE |= {_deliver_outermost.__code__, _State.deliver.__code__, _State._call_deferred.__code__}
 
 
 def callback(function: F) -> F:
