@@ -10,7 +10,9 @@ from _reference import Settings
 from _runs import HOST, check_same, managed
 from ps_core import Budget
 from ps_core.engine._support.interrupts import defer_interrupts_installing
-from test_interrupts import POINTS, CtrlC, training
+from test_interrupts import POINTS, CtrlC, as_python_starts, training
+
+__all__ = ["as_python_starts"]  # it is used by itself, in every test
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM])
