@@ -1,4 +1,4 @@
-"""Handlers of other signals than Ctrl-C's wait for the engine too: they may raise, or save what they find."""
+"""Handlers of other signals than Ctrl-C's wait for the engine too: they may raise."""
 
 from __future__ import annotations
 

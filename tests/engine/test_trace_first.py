@@ -142,7 +142,7 @@ def test_the_fake_trace_is_the_engines_own(name: str, precision: str) -> None:
 
 
 def test_inference_in_another_thread_meanwhile() -> None:
-    """It says nothing about the modes of the thread whose fake pass ends."""
+    """A fake pass leaves no mode on its thread's stack, whatever inference modes other threads have entered."""
     entered, done = Event(), Event()
 
     def infers() -> None:

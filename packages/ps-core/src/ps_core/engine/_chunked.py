@@ -24,7 +24,7 @@ from ps_core.engine._execution.compiled_blocks import refuse_compiled
 from ps_core.engine._execution.driver_protocols import Scheduler
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.hooks import ModelHooks, hooks_around
-from ps_core.engine._execution.host_embedding import host_tables
+from ps_core.engine._execution.host_embedding import HostEmbedding, host_tables
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._materialized import roll_back_chunked
@@ -288,7 +288,9 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
                 f"{name or type(model).__name__!r} is TorchScript, which reads parameters past every hook: build the "
                 "model from the Python module"
             )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        if isinstance(module, HostEmbedding):
+            module.check()
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise UnsupportedParameter(
                 f"{name or type(model).__name__!r} has max_norm={module.max_norm}, by which its forward changes the "
                 "table in place: leave max_norm out"

@@ -114,7 +114,7 @@ class _CompiledWhole(UnsupportedParameter, AssertionError):
 _OTHER_DATA = (
     "release(model), convert or move it, and call chunked again; to change values use materialized(model, write=True)"
 )
-"""What to do instead of giving a parameter other memory."""
+"""Remedy named by a refusal to give a parameter other memory."""
 
 
 class ManagedParameter(nn.Parameter):

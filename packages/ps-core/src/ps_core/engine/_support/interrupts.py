@@ -1,8 +1,8 @@
 """Defer signals, such as that of Ctrl-C, while the engine's state is inconsistent.
 
 A Python signal handler may run between any two instructions, and the one for Ctrl-C raises `KeyboardInterrupt` there.
-Others raise too, at a time limit, or save a checkpoint at once, before a cluster takes the computer back. The engine's
-work between two of the model's operations is short, so it is finished first.
+Others raise too, at a time limit or before a cluster takes the computer back. The engine's work between two of the
+model's operations is short, so it is finished first.
 
 [Note: whose handler]
 The engine's handler calls the earlier one: at once, or after the running `defer_interrupts` function. It is installed
@@ -37,9 +37,9 @@ _SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
-"""Signals that programs handle in Python: to stop, to save, to end what takes too long."""
+"""Signals that programs handle in Python: to stop, or to end what takes too long."""
 _handler_of: Callable[[int], Any] = _signal.getsignal
-"""Return a signal's handler. The function in `signal` also looks for names, in Python, six times a pass."""
+"""Return a signal's handler. `signal.getsignal` calls this, and more in Python; a pass asks for six signals."""
 _MAIN = threading.main_thread().ident
 _ENTRY_CODE: set[CodeType] = set()
 """Code of functions that defer or raise interrupts: at its first instruction such a function does not run yet."""
