@@ -24,7 +24,6 @@ from threading import Event, Thread
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ps_dist
@@ -78,6 +77,8 @@ def alone(precision: str) -> Contender:
 
 def fsdp(precision: str) -> Contender:
     def made(shape: Shape, together: ps_dist.TorchCollectives) -> Step:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # here, for it takes 44 MiB
+
         model = make(shape)
         assert isinstance(model, GPT)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None)

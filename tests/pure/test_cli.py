@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -55,6 +56,32 @@ def test_what_gpus_send_by_and_what_crosses_between_nodes(capsys: pytest.Capture
     assert re.search(r"^  wire +(.*)\n  network +\1$", links, re.MULTILINE), "a process a node: all of it crosses"
     _, alone, _ = run(capsys, "plan", "gpt-1b", "--batch", "4", "--machine", "a100-40")
     assert "wire by" not in alone
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_no_garbage_is_collected_amid_a_search(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+    """Every collection would go through all that the search keeps; afterwards the collector is as it was."""
+    seen: list[bool] = []
+    monkeypatch.setattr(cli, "accelerators", lambda: seen.append(gc.isenabled()) or ())
+    enabled = gc.isenabled()
+    try:
+        (gc.enable if before else gc.disable)()
+        main(("plan", "gpt2", *SMALL[:4]))
+        after = gc.isenabled()
+    finally:
+        (gc.enable if enabled else gc.disable)()
+    assert seen == [False]
+    assert after is before
+
+
+def test_a_brief_plan_searches_for_no_advice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It prints none, and a quarter of the time went there."""
+    monkeypatch.setattr(cli, "advice", lambda *_: pytest.fail("nobody asked for advice"))
+    status, out, _ = run(capsys, "plan", "gpt2", *SMALL, "--brief")
+    assert status == 0
+    assert "tokens/s" in out
 
 
 def test_a_plan_that_fits(capsys: pytest.CaptureFixture[str]) -> None:

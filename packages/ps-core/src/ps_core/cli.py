@@ -7,11 +7,13 @@ line on stderr), 1 anything else.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -62,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = make_parser().parse_args(argv)
-        status = _COMMANDS[options.command](options)
+        with _collector_paused():
+            status = _COMMANDS[options.command](options)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -74,6 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             silence(sys.stdout)
             return FAILED
         return _fail(FAILED, error)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause Python's garbage collector: each collection would go through all that a search for a plan keeps."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _fail(status: int, error: Exception) -> int:
@@ -102,14 +117,13 @@ def _plan(options: argparse.Namespace) -> int:
         _write(options.svg, tide_svg(tide(found.planned.program, found.planned.plan)))
     if options.timeline is not None:
         _write(options.timeline, timeline_text(found, options.timeline))
-    told = advice(subject, found)
     if options.json:
-        _print(fits_document(case, found, told))
+        _print(fits_document(case, found, advice(subject, found)))
         return FITS
     if options.brief:
         _print(brief_text(case, found))
     else:
-        _print(fits_text(case, found, told, ascii_only=_ascii_only()))
+        _print(fits_text(case, found, advice(subject, found), ascii_only=_ascii_only()))
     if options.tide:
         _print("\n" + tide_text(tide(found.planned.program, found.planned.plan), ascii_only=_ascii_only()))
     return FITS

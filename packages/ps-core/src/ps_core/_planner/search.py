@@ -284,10 +284,10 @@ def group_sizes(trace: Trace, setup: Setup) -> list[int]:
     if setup.group_numel is not None:
         return [setup.group_numel]
     sizes = sorted(sum(trace.tensors[index].numel for index in unit) for _, unit in units(trace))
-    covered = zip(sizes, accumulate(sizes), strict=True)
-    typical = next((size for size, total in covered if 2 * total >= trace.parameters), 1)
+    covered, parameters = zip(sizes, accumulate(sizes), strict=True), trace.parameters
+    typical = next((size for size, total in covered if 2 * total >= parameters), 1)
     factors = _QUICK_FACTORS if setup.quick else _GROUP_FACTORS
-    least = trace.parameters / _MOST_GROUPS
+    least = parameters / _MOST_GROUPS
     return sorted({max(1, int(max(typical * factor, least))) for factor in factors})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 from ps_core._extents import STATES, Extent, Kind, SegmentName
 from ps_core._plan import Held, Tier
@@ -187,8 +188,12 @@ def _gathered_needs(program: Program, size_class: int) -> tuple[int, int]:
     before: set[Extent] = set()
     partial: set[Extent] = set()
 
+    @cache
+    def size(extent: Extent) -> int:
+        return _gathered_bytes(program, extent, size_class)
+
     def room(extents: set[Extent]) -> int:
-        return sum(_gathered_bytes(program, extent, size_class) for extent in extents)
+        return sum(map(size, extents))
 
     for visit in program.segment_visits(segment):
         held = {use.extent for use in program.uses(segment, visit) if use.extent.kind in (Kind.FULL, Kind.GRAD)}

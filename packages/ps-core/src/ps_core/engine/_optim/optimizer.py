@@ -320,10 +320,18 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._take_in()
         return match_groups(self.rule, self.param_groups, list(map(len, self._members)), saved)
 
+    def _append_group(self, param_group: dict[str, Any]) -> None:
+        """Append a param group as PyTorch does, but without its decorator, which keeps the compiler from a function.
+
+        The decorator imports the compiler for that, which takes a second and 70 MB.
+        """
+        add = torch.optim.Optimizer.add_param_group
+        getattr(add, "__wrapped__", add)(self, param_group)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group for parameters that were unfrozen, or added to the model, since `chunked`."""
         if not self._complete:
-            super().add_param_group(param_group)
+            self._append_group(param_group)
             return
         self._take_in()
         given = param_group["params"]
@@ -343,7 +351,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.rule.check("add_param_group", own)
         self.rule.add_group(own)
         self._members.append([])
-        super().add_param_group({**own, "params": [], "param_names": []})
+        self._append_group({**own, "params": [], "param_names": []})
         for record in found:
             if record in self._unlisted:
                 self._unlisted.remove(record)
