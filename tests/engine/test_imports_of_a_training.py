@@ -16,7 +16,8 @@ from ps_core.engine import chunked, release
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4))
 groups = (Group(match=lambda name, parameter: name.endswith("bias"), weight_decay=0.0),)
 model[2].weight.requires_grad_(False)
-model, optimizer = chunked(model, AdamW(groups=groups), device="cpu", budget=Budget(host="1MiB"), precision="{precision}")
+told = {{"device": "cpu", "budget": Budget(host="1MiB"), "precision": "{precision}"}}
+model, optimizer = chunked(model, AdamW(groups=groups), **told)
 model[2].weight.requires_grad_(True)
 optimizer.add_param_group({{"params": [model[2].weight], "lr": 1e-2}})
 for _ in range(2):
