@@ -75,8 +75,6 @@ class GradientStore:
         elif not self._write_over_weight(record, gradient):
             record.keep_gradient(gradient, overwrite_pending=True)
             self.pending[record] = None
-        elif self._one_tier and record.numel >= SMALL_NUMEL:
-            self.measure(record)  # while the gradient is in the CPU's caches
 
     def _keeps_own_tensor(self, record: ParamState) -> bool:
         """Return True if a gradient that cannot go into the weight slot stays, and is summed, in its own tensor."""
