@@ -2,8 +2,8 @@
 
     python benchmarks/engine_figures.py [all-fits] [tight] [bytes] [bookkeeping] [--rounds 9] [--precision fp32 bf16]
 
-Contenders take turns, a training step each; a ratio is taken within a round, so that what disturbs the machine disturbs
-both. Printed are medians, and the quartiles and the range of the ratios.
+Contenders take turns, a training step each, in processes of their own; a ratio is taken within a round, so that what
+disturbs the machine disturbs both. Printed are medians, and the quartiles and the range of the ratios.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import argparse
 import statistics as numbers
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp32_masters import MasterAdamW
+from own_process import Contender, OwnProcess
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
@@ -124,25 +126,18 @@ def check(shape: Shape, precision: str) -> None:
     check_regime(model, lambda: model(batch), shape.vocabulary)
 
 
-def plain(shape: Shape, dtype: torch.dtype, *, autocast: bool = False) -> Step:
-    model = make(shape).to(dtype)
-    return training(model, torch.optim.AdamW(model.parameters(), fused=True), shape, autocast=autocast)
-
-
 SAME_NUMBERS = "loop with fp32 masters"
+PLAIN_WAYS = {"fp32": ("plain fp32",), "bf16": ("plain pure bf16", "plain autocast bf16", SAME_NUMBERS)}
+"""The plain loops to compare with; of several whose names begin with that word, the faster counts."""
 
 
-def plain_ways(shape: Shape, precision: str) -> dict[str, Step]:
-    """The plain loops to compare with; of several whose names begin with that word, the faster counts."""
-    check(shape, precision)
-    if precision == "fp32":
-        return {"plain fp32": plain(shape, torch.float32)}
-    model = make(shape).to(torch.bfloat16)
-    return {
-        "plain pure bf16": plain(shape, torch.bfloat16),
-        "plain autocast bf16": plain(shape, torch.float32, autocast=True),
-        SAME_NUMBERS: training(model, MasterAdamW(model), shape),
-    }
+@contextmanager
+def plain(shape: Shape, way: str) -> Iterator[Contender]:
+    """A plain loop, by its name in `PLAIN_WAYS`."""
+    autocast = "autocast" in way
+    model = make(shape).to(torch.float32 if way in ("plain fp32", "plain autocast bf16") else torch.bfloat16)
+    optimizer = MasterAdamW(model) if way == SAME_NUMBERS else torch.optim.AdamW(model.parameters(), fused=True)
+    yield training(model, optimizer, shape, autocast=autocast), dict
 
 
 @contextmanager
@@ -153,6 +148,29 @@ def under(shape: Shape, precision: str, **told: Any) -> Iterator[tuple[nn.Module
         yield model, training(model, optimizer, shape)
     finally:
         release(model)
+
+
+@contextmanager
+def with_room(shape: Shape, precision: str, device: str, budget: Budget) -> Iterator[Contender]:
+    """The engine, telling its statistics."""
+    with under(shape, precision, device=device, budget=budget) as (model, step):
+        yield step, partial(statistics, model)
+
+
+@contextmanager
+def behind_links(shape: Shape, precision: str, size: int) -> Iterator[Contender]:
+    """The engine behind slow links, telling its statistics, and each step's seconds of copies and bytes moved."""
+    device, copied_s, moved_bytes = SlowDevice(ThrottledLinks(LINK_BYTES_PER_S)), list[float](), list[int]()
+    with under(shape, precision, device=device, budget=Budget(device=size, host=HOST)) as (model, step):
+
+        def counted() -> None:
+            device.copied_s.clear()
+            before = moved(model)
+            step()
+            copied_s.append(sum(device.copied_s))
+            moved_bytes.append(moved(model) - before)
+
+        yield counted, lambda: (statistics(model), copied_s, moved_bytes)
 
 
 def show_speed(taken: dict[str, list[float]], shape: Shape, ours: str) -> float:
@@ -210,44 +228,38 @@ def least_moved(shape: Shape, precision: str, budget: int, peak: int, *, on_host
 def all_fits(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
     """Room for everything: what hooks, arena and moves cost."""
     print(f"all fits, {precision}")
+    check(shape, precision)
     peak, data = peak_of_activations(shape, precision), parameters_of(shape) * BYTES_PER_PARAMETER[precision]
-    budget = Budget(device=2 * (peak + data), host=HOST)
-    with (
-        under(shape, precision, device="emulated", budget=budget) as (emulated, one),
-        under(shape, precision, device="cpu", budget=Budget(host=HOST)) as (_, other),
-    ):
-        ways = plain_ways(shape, precision)
-        taken = take_turns({**ways, "emulated": one, "cpu": other}, rounds)
-        found = statistics(emulated)
-        print(f"  {found.groups} groups, {found.fetches} fetches, {found.moved_bytes}, {found.adam_backend}")
+    budgets = {"emulated": Budget(device=2 * (peak + data), host=HOST), "cpu": Budget(host=HOST)}
+    with ExitStack() as processes:
+        start = processes.enter_context
+        contenders = {way: start(OwnProcess(plain, shape, way)) for way in PLAIN_WAYS[precision]}
+        contenders |= {
+            device: start(OwnProcess(with_room, shape, precision, device, budget)) for device, budget in budgets.items()
+        }
+        taken = take_turns(contenders, rounds)
+        found = contenders["emulated"].told()
+    print(f"  {found.groups} groups, {found.fetches} fetches, {found.moved_bytes}, {found.adam_backend}")
     return {
-        ours: show_speed({**{name: taken[name] for name in ways}, ours: taken[ours]}, shape, ours)
-        for ours in ("emulated", "cpu")
+        ours: show_speed({**{way: taken[way] for way in PLAIN_WAYS[precision]}, ours: taken[ours]}, shape, ours)
+        for ours in budgets
     }
 
 
 def tight(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
     """Room for the activations and three tenths of the model data, over a slow link."""
     print(f"tight, {precision}")
+    check(shape, precision)
     peak, data = peak_of_activations(shape, precision), parameters_of(shape) * BYTES_PER_PARAMETER[precision]
     size = peak + int(0.3 * data)
-    device, copied_s = SlowDevice(ThrottledLinks(LINK_BYTES_PER_S)), list[float]()
-
-    def counted() -> None:
-        device.copied_s.clear()
-        step()
-        copied_s.append(sum(device.copied_s))
-
-    with under(shape, precision, device=device, budget=Budget(device=size, host=HOST)) as (model, step):
-        warm_up = 3
-        ways = plain_ways(shape, precision)
-        for _ in range(warm_up):
-            step()
-        before = moved(model)
-        taken = take_turns({**ways, "emulated": counted}, rounds, warm_up=1)
-        each = (moved(model) - before) / (rounds + 1)
-        ratio, found = show_speed(taken, shape, "emulated"), statistics(model)
-    computed = [all_s - copy_s for all_s, copy_s in zip(taken["emulated"], copied_s[1:], strict=True)]
+    with ExitStack() as processes:
+        start = processes.enter_context
+        contenders = {way: start(OwnProcess(plain, shape, way)) for way in PLAIN_WAYS[precision]}
+        contenders["emulated"] = start(OwnProcess(behind_links, shape, precision, size))
+        taken = take_turns(contenders, rounds, warm_up=4)
+        found, copied_s, moved_bytes = contenders["emulated"].told()
+    ratio, each = show_speed(taken, shape, "emulated"), numbers.mean(moved_bytes[-rounds:])
+    computed = [all_s - copy_s for all_s, copy_s in zip(taken["emulated"], copied_s[-rounds:], strict=True)]
     copied_ms, found_ratios = 1000 * numbers.median(copied_s), ratios(taken[fastest_plain(taken)], computed)
     print(f"  without the link's copies ({copied_ms:.0f} ms of the computing thread): {spread(found_ratios)}")
     least, peak_bytes = least_moved(shape, precision, size, peak), found.tiers["device"].peak_bytes

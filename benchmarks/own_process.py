@@ -1,0 +1,63 @@
+"""Run a contender in a process of its own, as a program would: no other one's tensors lie in its heap.
+
+In one process contenders find the heap as the one before left it, and pages that it gave back cost the next one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+Contender: TypeAlias = tuple[Callable[[], object], Callable[[], Any]]
+"""A function that makes a step, and one that returns what there is to tell of all steps."""
+
+_STEP, _END = "step", "end"
+
+
+class OwnProcess:
+    """A contender whose steps a process of its own makes; a context, and a function that makes a step."""
+
+    def __init__(self, make: Callable[..., AbstractContextManager[Contender]], *arguments: object) -> None:
+        """Start the process, which makes the contender by ``make(*arguments)``; both must be picklable."""
+        spawning = multiprocessing.get_context("spawn")
+        self._pipe, other = spawning.Pipe()
+        self._process = spawning.Process(target=_serve, args=(other, make, arguments), daemon=True)
+        self._process.start()
+        other.close()
+
+    def __enter__(self) -> OwnProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self._process.join()
+
+    def __call__(self) -> None:
+        """Have a step made, and wait for its end."""
+        self._ask(_STEP)
+
+    def told(self) -> Any:
+        """Return what the contender tells of its steps (any: it is the contender's)."""
+        return self._ask(_END)
+
+    def _ask(self, what: str) -> Any:
+        self._pipe.send(what)
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise RuntimeError("a contender's process ended; its traceback is above") from None
+
+
+def _serve(
+    pipe: Connection, make: Callable[..., AbstractContextManager[Contender]], arguments: tuple[object, ...]
+) -> None:
+    with make(*arguments) as (step, tell):
+        while True:
+            try:
+                asked = pipe.recv()
+            except EOFError:
+                return
+            pipe.send(tell() if asked == _END else step() and None)
