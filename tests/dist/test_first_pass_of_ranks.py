@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from _one_process import adds_like
 from _threads import Together, run
 from _zero_cases import states
 from ps_core import AdamW, Budget, Options
-from ps_core.engine import chunked, release, statistics
+from ps_core.engine import chunked, offloaded, release, statistics
+from ps_core.engine._execution import plan_scheduler
+from ps_core.engine._tracing.batch_shape import describe_call
 from test_planned_ranks import Experts, Pass, one_pass
 
 
@@ -97,3 +100,81 @@ def test_a_wrong_estimate_is_planned_anew_from_the_pass_that_ran(precision: str)
     found, meeting = run(2, trained, Twofold, first, precision, 40)
     assert [rows[-1] for rows in found] == [(3, 0, False)] * 2
     assert meeting.log.count("the recorded pass") == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "estimates"),
+    [((Pass((0, 1)), Pass((0, 1))), 1), ((Pass((0, 1)), Pass((1, 2))), 2)],
+    ids=["alike", "unlike"],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_rank_estimates_for_all_that_make_the_same_call(
+    monkeypatch: pytest.MonkeyPatch, first: tuple[Pass, Pass], estimates: int, precision: str
+) -> None:
+    done = []
+    real = plan_scheduler.estimate_first_pass
+
+    def counted(*args: Any, **told: Any) -> Any:
+        done.append(args[1])
+        return real(*args, **told)
+
+    monkeypatch.setattr(plan_scheduler, "estimate_first_pass", counted)
+    found, meeting = run(2, trained, Experts, first, precision, 12)
+    assert found == [[(1, 0, False), (2, 0, False), (3, 0, False)]] * 2
+    assert "the recorded pass" not in meeting.log, "the estimate held on both ranks"
+    assert len(done) == estimates
+
+
+class Offloading(nn.Sequential):
+    """Keeps the input of each recomputed layer in host memory, and returns a loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            with offloaded(layer, x):
+                x = checkpoint(layer, x, use_reentrant=False)
+        return x.float().square().mean()
+
+
+def offloads(each: Together) -> tuple[int, int]:
+    model = Offloading(*(nn.Linear(64, 64) for _ in range(5)))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.01)
+    told: dict[str, Any] = {"budget": Budget(device=80 * 2**10, host=2**23), "precision": "bf16"}
+    model, optimizer = chunked(model, AdamW(), device="emulated", collectives=each, **told)
+    seeded = torch.Generator().manual_seed(each.rank)
+    for _ in range(2):
+        model(torch.randn(16, 64, generator=seeded).requires_grad_()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = statistics(model)
+    release(model)
+    return found.planned_passes, found.replans
+
+
+def test_the_estimate_of_another_rank_has_its_offloaded_activations() -> None:
+    found, meeting = run(2, offloads)
+    assert found == [(2, 0)] * 2
+    assert "the recorded pass" not in meeting.log, "the estimate held on both ranks"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (torch.ones(2), torch.zeros(2), True),
+        (torch.ones(2), torch.ones(3), False),
+        (torch.ones(2), torch.ones(2, dtype=torch.int32), False),
+        (torch.ones(2), torch.ones(2).requires_grad_(), False),
+        ({"x": [1, None, "y"]}, {"x": [1, None, "y"]}, True),
+        ({"x": 1}, {"x": 1.0}, False),
+        ({"x": 1}, {"y": 1}, False),
+        (Pass((1, 2)), Pass((1, 2)), True),
+        (Pass((1, 2)), Pass((2, 1)), False),
+    ],
+)
+def test_which_calls_are_alike(one: object, other: object, alike: bool) -> None:
+    assert describe_call(((one,), {})) != ""
+    assert (describe_call(((one,), {})) == describe_call(((other,), {}))) is alike
+
+
+def test_a_call_with_an_unknown_object_is_like_no_other() -> None:
+    assert describe_call(((1, [object()]), {})) == ""

@@ -27,6 +27,7 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.merged_moments import merged
+from ps_core.engine._tracing.activation_log import ActivationLog
 from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
 
@@ -66,12 +67,30 @@ class RanksPlanRequest(PlanRequest):
         passes = [
             {
                 "moments": [_row(moment, constant_bytes) for moment in recording.moments],
+                "activations": recording.activations.to_json(),
                 "shapes": batch.shapes,
                 "tokens": batch.tokens,
             }
             for recording, batch in recordings
         ]
         return json.dumps({"passes": passes, "tiers": [tier.capacity_bytes for tier in super()._tiers()]})
+
+    def take_estimate(self, texts: Sequence[str]) -> tuple[list[str], PassRecording | None]:
+        """Return the texts as if each rank had estimated what rank 0 did, and this estimate; None: it has none."""
+        rows = list(map(json.loads, texts))
+        for row in rows:
+            row["passes"] = rows[0]["passes"]
+        found = None
+        for each in rows[0]["passes"]:
+            activations = ActivationLog.from_json(each["activations"])
+            found = PassRecording(self._moments(each), foreseen=True, activations=activations)
+        return list(map(json.dumps, rows)), found
+
+    def _moments(self, one_pass: dict[str, Any]) -> list[MomentRecord]:
+        """Return the moments of a pass that a rank wrote, without the bytes that are always there."""
+        constant_bytes = self._engine.constant_bytes
+        moments = map(_moment, one_pass["moments"])
+        return [replace(each, nonmodel_bytes=each.nonmodel_bytes - constant_bytes) for each in moments]
 
     def combine(self, texts: Sequence[str]) -> Recorded | None:
         """Return the pass of all ranks, and a batch as large as any; None: there is none to plan for."""
@@ -84,10 +103,7 @@ class RanksPlanRequest(PlanRequest):
         self._smallest = tuple(
             Tier(tier.name, min(rank["tiers"][place] for rank in ranks)) for place, tier in enumerate(store.tiers)
         )
-        moments = merged([[_moment(row) for row in each["moments"]] for each in passes])
-        constant = self._engine.constant_bytes  # `question` adds it
-        moments = [replace(each, nonmodel_bytes=each.nonmodel_bytes - constant) for each in moments]
-        return PassRecording(moments), reduce(BatchShape.joined, batches)
+        return PassRecording(merged(list(map(self._moments, passes)))), reduce(BatchShape.joined, batches)
 
     def _tiers(self) -> tuple[Tier, ...]:
         return self._smallest

@@ -36,7 +36,7 @@ from ps_core.engine._sharding.planned_driver import RanksPlanDriver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.log import log_line
-from ps_core.engine._tracing.batch_shape import BatchShape
+from ps_core.engine._tracing.batch_shape import BatchShape, describe_call
 from ps_core.engine._tracing.first_pass import matches_estimate
 from ps_core.engine._tracing.pass_recording import PassRecording
 
@@ -48,6 +48,8 @@ _PLANS_AT_ONCE = 8
 
 class RanksScheduler(PlanScheduler):
     """Plans for one rank's engine together with the other ranks, and chooses the driver of its passes."""
+
+    _asking: RanksPlanRequest
 
     def __init__(
         self, engine: Engine, setup: Setup, *, model_name: str, options: Options, cast: torch.dtype | None
@@ -115,11 +117,22 @@ class RanksScheduler(PlanScheduler):
         return plan if self._plan is None else self._plan
 
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Plan the first pass from what all ranks estimate; if a rank cannot, it goes without a plan."""
-        recording = self._estimate(module, args, kwargs) if self._may_estimate else None
+        """Plan the first pass from what the ranks estimate; if a rank cannot, it goes without a plan.
+
+        Where all ranks make the same call, rank 0 estimates for all: what fake tensors import takes 70 MB a process.
+        """
         assert self._batch is not None, "the pass is the root module's"
+        call = describe_call((args, kwargs)) if self._may_estimate else ""
+        calls = exchange_texts(self._together, call or "not known", "the first call")
+        alike = bool(call) and len(set(calls)) == 1
+        estimates = self._may_estimate and (self._together.process == 0 or not alike)
+        recording = self._estimate(module, args, kwargs) if estimates else None
+        mine = [] if recording is None else [(recording, self._batch)]
+        texts = self._exchange(mine, "the estimated pass")
+        if alike:
+            texts, recording = self._asking.take_estimate(texts)
         self._mine = None if recording is None else (recording, self._batch)
-        self._plan_together([] if self._mine is None else [self._mine], "the estimated pass")
+        self._plan_from(texts)
         self._estimated = self._plan is not None
 
     def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
@@ -232,14 +245,16 @@ class RanksScheduler(PlanScheduler):
         mine = [each for each in (None if kept is self._found else kept, self._found) if each is not None]
         self._plans_made += 1
         self._steps_until_plan = 2 ** max(0, self._plans_made - _PLANS_AT_ONCE + 1)
-        self._plan_together(mine, "the recorded pass")
+        self._plan_from(self._exchange(mine, "the recorded pass"))
         self._recorded = True
 
-    def _plan_together(self, mine: list[tuple[PassRecording, BatchShape]], what: str) -> None:
-        """Exchange what the ranks recorded or estimated, and follow a plan of it, if there is one."""
+    def _exchange(self, mine: list[tuple[PassRecording, BatchShape]], what: str) -> list[str]:
+        """Tell the other ranks what this one recorded or estimated; return what each one tells."""
         self._found = None
-        assert isinstance(self._asking, RanksPlanRequest), "`_request` made it"
-        texts = exchange_texts(self._together, self._asking.to_text(mine), what)
+        return exchange_texts(self._together, self._asking.to_text(mine), what)
+
+    def _plan_from(self, texts: list[str]) -> None:
+        """Follow a plan of what the ranks told each other, if there is one."""
         combined = self._asking.combine(texts)
         if combined is None or combined in (self._source, self._refused):  # the same on all ranks
             return

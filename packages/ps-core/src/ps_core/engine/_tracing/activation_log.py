@@ -56,6 +56,18 @@ class ActivationLog:
                 takes[moment] += (index,)
         return TracedActivations(tuple(Activation(name=name, bytes=self.sizes[name]) for name in names), makes, takes)
 
+    def to_json(self) -> list[tuple[str, int, int, list[int]]]:
+        """Return the name, bytes, moment and later moments of each activation."""
+        return [(name, self.sizes[name], self.made[name], list(self.taken[name])) for name in self.made]
+
+    @classmethod
+    def from_json(cls, rows: Iterable[tuple[str, int, int, list[int]]]) -> ActivationLog:
+        """Return the log whose `to_json` this is."""
+        log = cls()
+        for name, size_bytes, made, taken in rows:
+            log.sizes[name], log.made[name], log.taken[name] = size_bytes, made, dict.fromkeys(taken)
+        return log
+
     @classmethod
     def of_trace(cls, activations: Sequence[Activation], moments: Iterable[tuple[int, Moment]]) -> ActivationLog:
         """Return the log that a trace comes from; ``moments``: each with its number here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import FrameType
 from typing import Any
 
@@ -57,6 +57,25 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from tensors_of(each)
+
+
+def describe_call(value: Any) -> str:
+    """Return text that is the same for calls that a model cannot tell apart but by the values in tensors.
+
+    It is empty if the arguments have an object whose content is not known, which equals no other.
+    """
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype} {value.requires_grad} {value.layout}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, dict):
+        value = tuple(value.items())
+    elif is_dataclass(value):
+        value = tuple((each.name, getattr(value, each.name)) for each in fields(value))
+    elif not isinstance(value, list | tuple):
+        return ""
+    parts = list(map(describe_call, value))
+    return f"({', '.join(parts)})" if all(parts) else ""
 
 
 def _tokens(tensor: torch.Tensor) -> int:
