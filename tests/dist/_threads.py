@@ -200,8 +200,12 @@ class _WithoutPlan(RanksScheduler):
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         pass
 
-    def _plan_together(self, mine: list[Any], what: str) -> None:
+    def _exchange_passes(self, mine: list[Any], what: str) -> list[str]:
         self._found = None
+        return []
+
+    def _plan_from(self, texts: list[str]) -> None:
+        pass
 
 
 def run(ranks: int, case: Callable[..., Any], *args: Any, copies: int = 1) -> tuple[list[Any], Meeting]:

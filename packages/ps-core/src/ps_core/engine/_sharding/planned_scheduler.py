@@ -128,7 +128,7 @@ class RanksScheduler(PlanScheduler):
         estimates = self._may_estimate and (self._together.process == 0 or not alike)
         recording = self._estimate(module, args, kwargs) if estimates else None
         mine = [] if recording is None else [(recording, self._batch)]
-        texts = self._exchange(mine, "the estimated pass")
+        texts = self._exchange_passes(mine, "the estimated pass")
         if alike:
             texts, recording = self._asking.take_estimate(texts)
         self._mine = None if recording is None else (recording, self._batch)
@@ -245,10 +245,10 @@ class RanksScheduler(PlanScheduler):
         mine = [each for each in (None if kept is self._found else kept, self._found) if each is not None]
         self._plans_made += 1
         self._steps_until_plan = 2 ** max(0, self._plans_made - _PLANS_AT_ONCE + 1)
-        self._plan_from(self._exchange(mine, "the recorded pass"))
+        self._plan_from(self._exchange_passes(mine, "the recorded pass"))
         self._recorded = True
 
-    def _exchange(self, mine: list[tuple[PassRecording, BatchShape]], what: str) -> list[str]:
+    def _exchange_passes(self, mine: list[tuple[PassRecording, BatchShape]], what: str) -> list[str]:
         """Tell the other ranks what this one recorded or estimated; return what each one tells."""
         self._found = None
         return exchange_texts(self._together, self._asking.to_text(mine), what)
