@@ -69,7 +69,7 @@ class SlowDevice(CpuDevice):
     """A CPU that plays an accelerator behind slow links. It has no disk."""
 
     def __init__(self, links: ThrottledLinks) -> None:
-        super().__init__(name="emulated")
+        super().__init__(name="emulated", keeps_host_memory=True)
         self.synchronous = False
         self._links = links
         self.copied_s: list[float] = []

@@ -23,7 +23,7 @@ from ps_core._plan import Queue
 from ps_core._simulate.machine import MACHINES
 from ps_core.engine import chunked, profiled, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice, cuda_device
-from ps_core.engine._devices.cuda.pinned_pool import _pages
+from ps_core.engine._devices.host_pool import _pages
 
 MIB = 1 << 20
 HOST = "64MiB"

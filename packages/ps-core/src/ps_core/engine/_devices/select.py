@@ -33,7 +33,7 @@ def resolve_device(device: str | torch.device | Device, *, pin: bool) -> Device:
     if not isinstance(device, str):
         raise InvalidInput(f"device must be a text like 'emulated' or 'cuda:1', found {device!r}")
     if device in ("cpu", "emulated"):
-        return CpuDevice(name=device)
+        return CpuDevice(name=device, keeps_host_memory=device == "emulated")
     if device.partition(":")[0] == "cuda":
         return cuda_device(device, pin=pin)
     raise InvalidInput(f"device must be 'cpu', 'emulated', 'cuda' or one CUDA device like 'cuda:1', found {device!r}")

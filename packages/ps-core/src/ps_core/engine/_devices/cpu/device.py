@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from ps_core.engine._devices.device import Event, Worker
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.pages import give_back_pages
 from ps_core.engine._devices.disk.queues import DISK_QUEUES, DiskEvent, DiskQueues
+from ps_core.engine._devices.host_pool import HostPool
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_core.engine._devices.timer import HostTimer
 from ps_kernels import PinnedArena
@@ -29,6 +31,10 @@ class CpuEvent:
         """Return at once."""
 
 
+def _nothing() -> None:
+    """Wait for nothing: copies are done when they are launched."""
+
+
 def private_memory(size_bytes: int) -> torch.Tensor:
     """Return memory of this process alone, as bytes."""
     return PinnedArena(size_bytes, pin=False).tensor(0, size_bytes, torch.uint8)
@@ -37,7 +43,8 @@ def private_memory(size_bytes: int) -> torch.Tensor:
 class CpuDevice:
     """A `Device` whose tier 0 is host memory. Copies are done when they are launched, and events cost nothing."""
 
-    def __init__(self, *, name: str = "emulated") -> None:
+    def __init__(self, *, name: str = "emulated", keeps_host_memory: bool = False) -> None:
+        """``keeps_host_memory``: host memory that is released is kept for the next use, as pinned memory is."""
         self.name = name
         self.torch_device = torch.device("cpu")
         self.overcommits, self.has_collective_stream, self.shares_memory = True, False, False
@@ -47,6 +54,7 @@ class CpuDevice:
         self._events = [CpuEvent(queue) for queue in Queue]
         self._disk = DiskQueues()
         self._allocate: Callable[[int], torch.Tensor] = private_memory
+        self._kept = HostPool(partial(PinnedArena, pin=False), lambda: _nothing) if keeps_host_memory else None
 
     @property
     def runs_here(self) -> bool:
@@ -82,13 +90,19 @@ class CpuDevice:
 
     def host(self, size_bytes: int) -> torch.Tensor:
         """Allocate host memory."""
+        if self._kept is not None and size_bytes > 0 and not self.shares_memory:
+            return self._kept.allocate(size_bytes)
         return self._memory("host", size_bytes)
 
     def prepare_host(self, sizes: Iterable[int]) -> None:
-        """Do nothing: each block is memory of its own."""
+        """Allocate memory for all of these blocks at once, if memory is kept."""
+        if self._kept is not None and not self.shares_memory:
+            self._kept.prepare(sizes)
 
     def trim_host(self) -> None:
-        """Do nothing: no memory is kept."""
+        """Give back what no block lies in, if memory is kept."""
+        if self._kept is not None:
+            self._kept.trim()
 
     def use_memory(self, allocate: Callable[[int], torch.Tensor]) -> None:
         """Take all memory from ``allocate`` from now on; while that raises `MemoryError`, from the system."""
@@ -170,3 +184,5 @@ class CpuDevice:
         """Finish what was launched; memory is freed with the tensors, and the disk's file at once."""
         self.synchronize()
         self._disk.close()
+        if self._kept is not None:
+            self._kept.close()

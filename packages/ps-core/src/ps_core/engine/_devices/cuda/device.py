@@ -36,12 +36,12 @@ from ps_core._simulate.machine import Machine, default_machine
 from ps_core.engine._devices.cuda.allocator_cap import AllocatorCap
 from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker, EngineAllocations
 from ps_core.engine._devices.cuda.out_of_memory import OutOfMemoryObserver
-from ps_core.engine._devices.cuda.pinned_pool import PinnedPool
 from ps_core.engine._devices.cuda.runtime import CudaRuntime, RawEvent, Stream, torch_runtime
 from ps_core.engine._devices.cuda.timer import CudaTimer
 from ps_core.engine._devices.device import Event, Worker
 from ps_core.engine._devices.disk.file import DiskFile, FileExtent
 from ps_core.engine._devices.disk.queues import DISK_QUEUES, DiskEvent, DiskQueues
+from ps_core.engine._devices.host_pool import HostPool
 from ps_core.engine._devices.host_worker import HostWorker, WorkDone
 
 
@@ -88,7 +88,7 @@ class CudaDevice:
         self._pool: list[RawEvent] = []
         self._timing_events: list[RawEvent] = []
         self._owned = EngineAllocations.of(runtime)
-        self._host = PinnedPool(runtime, self._after_copies, pin=pin)
+        self._host = HostPool(partial(runtime.host, pin=pin), self._after_copies)
         self._disk = DiskQueues()
         self._failures = runtime.allocated().failures
         self._missing_bytes = [0]

@@ -19,11 +19,11 @@ from ps_core import AdamW, Budget, Options
 from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._devices.cuda import pinned_pool
+from ps_core.engine._devices import host_pool
 from ps_core.engine._devices.cuda.device import CudaDevice
 
 MIB = 1 << 20
-PAGE = pinned_pool._pages(1)
+PAGE = host_pool._pages(1)
 
 
 def train(model: Any, optimizer: Any, steps: int, micro_batches: int = 1) -> None:
@@ -86,7 +86,7 @@ def test_home_slots_share_a_registration_that_is_given_back_once_all_is_on_the_d
 
 
 def test_registrations_end_at_a_limit_and_larger_blocks_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_pool, "_MOST_BYTES", 10 * PAGE)
+    monkeypatch.setattr(host_pool, "_MOST_BYTES", 10 * PAGE)
     runtime = FakeRuntime()
     device = CudaDevice(runtime)
     device.prepare_host([4 * PAGE, 5 * PAGE + 1, 4 * PAGE, 5 * PAGE, 30 * PAGE])
@@ -128,7 +128,7 @@ def test_neighbours_are_joined_for_a_larger_block_and_waited_for() -> None:
 
 
 def test_blocks_never_overlap_and_memory_does_not_grow_beyond_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_pool, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(host_pool, "_LEAST_BYTES", 0)
     for seed in range(20):
         random, runtime = Random(seed), FakeRuntime()
         device = CudaDevice(runtime)
@@ -141,7 +141,7 @@ def test_blocks_never_overlap_and_memory_does_not_grow_beyond_what_is_wanted(mon
                 assert bool((held.pop(chosen) == chosen).all()), "somebody else wrote there"
             else:
                 held[value] = device.host(random.randrange(1, 6 * PAGE)).fill_(value)
-                used = sum(pinned_pool._pages(each.numel()) for each in held.values())
+                used = sum(host_pool._pages(each.numel()) for each in held.values())
                 most = max(most, used)
                 assert used <= sum(runtime.pinned.values()) <= 2 * most + 6 * PAGE
             if random.random() < 0.05:

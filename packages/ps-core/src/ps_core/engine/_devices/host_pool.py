@@ -1,11 +1,12 @@
-"""Blocks of pinned host memory, cut out of few large registrations with CUDA's runtime.
+"""Blocks of host memory that are kept for the next use of their size, cut out of few large arenas.
 
-[Note: pinned blocks]
-Registering memory takes as long as many copies of it. Undoing that waits for the whole device. So home slots are cut
-out of registrations that are made for all of them at once. A released block is kept for the next one of its size. A
-plan reserves and releases the same sizes in every step. So nothing is registered from its second step on, and nothing
-is ever unregistered. Only where no block of a size is left are neighbours joined and cut anew. What no block lies in is
-given back then, and when a plan has moved the home slots.
+[Note: kept blocks]
+On CUDA an arena is pinned. Pinning memory takes as long as many copies of it. Undoing that waits for the whole device.
+So home slots are cut out of arenas that are made for all of them at once. A released block is kept for the next one of
+its size. A plan reserves and releases the same sizes in every step. So nothing is pinned from its second step on, and
+nothing is ever unpinned. Where nothing is pinned, a kept block spares the system new pages, which it fills with zeros.
+Only where no block of a size is left are neighbours joined and cut anew. What no block lies in is given back then, and
+when a plan has moved the home slots.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import NamedTuple
 import torch
 
 from ps_core._units import align_up
-from ps_core.engine._devices.cuda.runtime import CudaRuntime
 from ps_kernels import PinnedArena
 
 _MOST_BYTES = 1 << 32
@@ -44,12 +44,15 @@ class _Block(NamedTuple):
     """Each blocks until copies from and to these bytes are done."""
 
 
-class PinnedPool:
-    """The pinned host memory of one device; see [Note: pinned blocks]."""
+class HostPool:
+    """The host memory of one device; see [Note: kept blocks]."""
 
-    def __init__(self, runtime: CudaRuntime, mark: Callable[[], Callable[[], None]], *, pin: bool) -> None:
-        """``mark`` returns a call that blocks until every copy is done that was launched before ``mark``."""
-        self._runtime, self._mark, self._pin = runtime, mark, pin
+    def __init__(self, make: Callable[[int], PinnedArena], mark: Callable[[], Callable[[], None]]) -> None:
+        """``make`` makes an arena of so many bytes.
+
+        ``mark`` returns a call that blocks until every copy is done that was launched before ``mark``.
+        """
+        self._make, self._mark = make, mark
         self._free: dict[int, deque[_Block]] = {}
         """By size."""
         self._returned: deque[_Block] = deque()
@@ -126,7 +129,7 @@ class PinnedPool:
                 self._put(_Block(block.arena, block.start + start, end - start, ()))
 
     def _register(self, sizes: list[int]) -> None:
-        start, arena = 0, self._runtime.host(sum(sizes), pin=self._pin)
+        start, arena = 0, self._make(sum(sizes))
         for size in filter(None, sizes):
             self._put(_Block(arena, start, size, ()))
             start += size
