@@ -128,7 +128,7 @@ def check(shape: Shape, precision: str) -> None:
 
 SAME_NUMBERS = "loop with fp32 masters"
 PLAIN_WAYS = {"fp32": ("plain fp32",), "bf16": ("plain pure bf16", "plain autocast bf16", SAME_NUMBERS)}
-"""The plain loops to compare with; of several whose names begin with that word, the faster counts."""
+"""The plain loops to compare with; of several names that begin with "plain", the fastest counts."""
 
 
 @contextmanager
@@ -260,7 +260,7 @@ def tight(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
         found, copied_s, moved_bytes = contenders["emulated"].told()
     ratio, each = show_speed(taken, shape, "emulated"), numbers.mean(moved_bytes[-rounds:])
     computed = [all_s - copy_s for all_s, copy_s in zip(taken["emulated"], copied_s[-rounds:], strict=True)]
-    copied_ms, found_ratios = 1000 * numbers.median(copied_s), ratios(taken[fastest_plain(taken)], computed)
+    copied_ms, found_ratios = 1000 * numbers.median(copied_s[-rounds:]), ratios(taken[fastest_plain(taken)], computed)
     print(f"  without the link's copies ({copied_ms:.0f} ms of the computing thread): {spread(found_ratios)}")
     least, peak_bytes = least_moved(shape, precision, size, peak), found.tiers["device"].peak_bytes
     on_host = least_moved(shape, precision, size, peak, on_host=True)

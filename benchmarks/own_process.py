@@ -1,7 +1,4 @@
-"""Run a contender in a process of its own, as a program would: no other one's tensors lie in its heap.
-
-In one process contenders find the heap as the one before left it, and pages that it gave back cost the next one.
-"""
+"""Run a contender in its own process, as a program would. Contenders that share a heap slow each other."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from typing import Any, TypeAlias
 Contender: TypeAlias = tuple[Callable[[], object], Callable[[], Any]]
 """A function that makes a step, and one that returns what there is to tell of all steps."""
 
-_STEP, _END = "step", "end"
+_STEP, _TELL = "step", "tell"
 
 
 class OwnProcess:
-    """A contender whose steps a process of its own makes; a context, and a function that makes a step."""
+    """A contender in its own process. Use it in a ``with`` block; call it to make a step."""
 
     def __init__(self, make: Callable[..., AbstractContextManager[Contender]], *arguments: object) -> None:
         """Start the process, which makes the contender by ``make(*arguments)``; both must be picklable."""
@@ -41,13 +38,13 @@ class OwnProcess:
 
     def told(self) -> Any:
         """Return what the contender tells of its steps (any: it is the contender's)."""
-        return self._ask(_END)
+        return self._ask(_TELL)
 
     def _ask(self, what: str) -> Any:
-        self._pipe.send(what)
         try:
+            self._pipe.send(what)
             return self._pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             raise RuntimeError("a contender's process ended; its traceback is above") from None
 
 
@@ -58,6 +55,14 @@ def _serve(
         while True:
             try:
                 asked = pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionError):  # the other process is gone, or has what it wants
                 return
-            pipe.send(tell() if asked == _END else step() and None)
+            answer = tell() if asked == _TELL else _made(step)
+            try:
+                pipe.send(answer)
+            except ConnectionError:
+                return
+
+
+def _made(step: Callable[[], object]) -> None:
+    step()

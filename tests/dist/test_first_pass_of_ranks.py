@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -157,6 +158,20 @@ def test_the_estimate_of_another_rank_has_its_offloaded_activations() -> None:
     assert "the recorded pass" not in meeting.log, "the estimate held on both ranks"
 
 
+@dataclass
+class Config:
+    """An argument of a call."""
+
+    width: int = 1
+    made_by: object = field(init=False)
+
+
+def looped() -> Config:
+    found = Config()
+    found.made_by = found
+    return found
+
+
 @pytest.mark.parametrize(
     ("one", "other", "alike"),
     [
@@ -167,14 +182,76 @@ def test_the_estimate_of_another_rank_has_its_offloaded_activations() -> None:
         ({"x": [1, None, "y"]}, {"x": [1, None, "y"]}, True),
         ({"x": 1}, {"x": 1.0}, False),
         ({"x": 1}, {"y": 1}, False),
+        ([1], (1,), False),
         (Pass((1, 2)), Pass((1, 2)), True),
         (Pass((1, 2)), Pass((2, 1)), False),
     ],
 )
 def test_which_calls_are_alike(one: object, other: object, alike: bool) -> None:
-    assert describe_call(((one,), {})) != ""
-    assert (describe_call(((one,), {})) == describe_call(((other,), {}))) is alike
+    model = nn.Linear(2, 2)
+    assert describe_call(model, (one,), {}) != ""
+    assert (describe_call(model, (one,), {}) == describe_call(model, (other,), {})) is alike
 
 
-def test_a_call_with_an_unknown_object_is_like_no_other() -> None:
-    assert describe_call(((1, [object()]), {})) == ""
+def test_models_that_differ_in_mode_attributes_or_buffers_make_other_calls() -> None:
+    models = [nn.Sequential(nn.BatchNorm1d(2)) for _ in range(4)]
+    models[1].eval()
+    models[2][0].rank = 1
+    models[3].register_buffer("more", torch.ones(3))
+    assert len({describe_call(model, (), {}) for model in models}) == 4
+    assert describe_call(models[0], (), {}) == describe_call(nn.Sequential(nn.BatchNorm1d(2)), (), {})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), Config(), looped(), Config, 10**5000, {1, 2}],
+    ids=["object", "unset", "loop", "class", "digits", "set"],
+)
+def test_a_call_whose_arguments_are_unknown_is_like_no_other(value: object) -> None:
+    assert describe_call(nn.Linear(2, 2), (1, [value]), {}) == ""
+
+
+def breaks_off(each: Together, ranks: tuple[int, ...], estimates: Any) -> list[int]:
+    """A pass that the user interrupts while it is estimated; then two steps."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+    model, optimizer = chunked(Mean(model), AdamW(), device="cpu", collectives=each, precision="bf16")
+    estimates.breaks[each.rank] = each.rank in ranks
+    if estimates.breaks[each.rank]:
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(2, 8))
+    found = []
+    for _ in range(2):
+        model(torch.ones(2, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(statistics(model).planned_passes)
+    release(model)
+    return found
+
+
+class Mean(nn.Module):
+    """A model that returns a loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).float().square().mean()
+
+
+def test_an_interrupt_while_rank_0_estimates_leaves_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Estimates:
+        breaks: ClassVar[dict[int, bool]] = {}
+
+    real = plan_scheduler.estimate_first_pass
+
+    def estimate(*args: Any, **told: Any) -> Any:
+        if Estimates.breaks.pop(0, False):
+            raise KeyboardInterrupt
+        return real(*args, **told)
+
+    monkeypatch.setattr(plan_scheduler, "estimate_first_pass", estimate)
+    assert run(2, breaks_off, (0,), Estimates)[0] == [[1, 2]] * 2

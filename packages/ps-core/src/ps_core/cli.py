@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector: each collection would go through all that a search for a plan keeps."""
+    """Pause Python's garbage collector: a search for a plan keeps many objects, which every collection would scan."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -321,9 +321,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return match_groups(self.rule, self.param_groups, list(map(len, self._members)), saved)
 
     def _append_group(self, param_group: dict[str, Any]) -> None:
-        """Append a param group as PyTorch does, but without its decorator, which keeps the compiler from a function.
+        """Append a param group by PyTorch's own method, without its decorator.
 
-        The decorator imports the compiler for that, which takes a second and 70 MB.
+        The decorator imports PyTorch's compiler, only to switch it off: that takes a second and 70 MB.
         """
         add = torch.optim.Optimizer.add_param_group
         getattr(add, "__wrapped__", add)(self, param_group)

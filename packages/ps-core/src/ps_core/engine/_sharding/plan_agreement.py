@@ -76,7 +76,7 @@ class RanksPlanRequest(PlanRequest):
         return json.dumps({"passes": passes, "tiers": [tier.capacity_bytes for tier in super()._tiers()]})
 
     def take_estimate(self, texts: Sequence[str]) -> tuple[list[str], PassRecording | None]:
-        """Return the texts as if each rank had estimated what rank 0 did, and this estimate; None: it has none."""
+        """Return every rank's text with rank 0's passes, and rank 0's estimate; None if rank 0 has none."""
         rows = list(map(json.loads, texts))
         for row in rows:
             row["passes"] = rows[0]["passes"]
@@ -87,7 +87,7 @@ class RanksPlanRequest(PlanRequest):
         return list(map(json.dumps, rows)), found
 
     def _moments(self, one_pass: dict[str, Any]) -> list[MomentRecord]:
-        """Return the moments of a pass that a rank wrote, without the bytes that are always there."""
+        """Read the moments of a pass that a rank wrote, and subtract this rank's constant bytes."""
         constant_bytes = self._engine.constant_bytes
         moments = map(_moment, one_pass["moments"])
         return [replace(each, nonmodel_bytes=each.nonmodel_bytes - constant_bytes) for each in moments]

@@ -1,8 +1,8 @@
 """Choose the driver of each pass of a model that ranks share, and make the plan that all of them follow.
 
-Before the first pass each rank estimates it with fake tensors, and the ranks plan it together. A pass that no plan
-serves asks other ranks for weights, and is recorded. As its step begins, the ranks tell each other what they recorded.
-They plan, and move their shards to where the plan has them; see [Note: one plan] in `plan_agreement`. All ranks compare
+Before the first pass each rank estimates it with fake tensors, or rank 0 for all that make the same call. Then the
+ranks plan it together. A pass that no plan serves asks other ranks for weights, and is recorded. As its step begins,
+the ranks tell each other what they recorded. They plan, and move their shards to where the plan has them; see [Note: one plan] in `plan_agreement`. All ranks compare
 something at every step. With it each tells whether it has a new recording, so that takes no message of its own.
 A rank where memory ran out tells so with what ranks compare next: a step, or which gradients were forgotten. The next
 pass by the plan begins with a plan that leaves more free.
@@ -12,6 +12,7 @@ before every 64th.
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ class RanksScheduler(PlanScheduler):
         """Steps before they tell each other again: ranks that never do the same must not plan in every step."""
         self._mine: tuple[PassRecording, BatchShape] | None = None
         """This rank's part of an estimated plan: its estimate, or the pass that ran since."""
+        self._same_call: bool | None = None
+        """True if all ranks made the same first call; None until they compared it."""
         self._refused: tuple[PassRecording, BatchShape] | None = None
         """The recording that no plan was found for."""
 
@@ -119,12 +122,12 @@ class RanksScheduler(PlanScheduler):
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plan the first pass from what the ranks estimate; if a rank cannot, it goes without a plan.
 
-        Where all ranks make the same call, rank 0 estimates for all: what fake tensors import takes 70 MB a process.
+        Where all ranks make the same call, rank 0 estimates for all: importing what fake tensors need takes 70 MB.
         """
         assert self._batch is not None, "the pass is the root module's"
-        call = describe_call((args, kwargs)) if self._may_estimate else ""
-        calls = exchange_texts(self._together, call or "not known", "the first call")
-        alike = bool(call) and len(set(calls)) == 1
+        if self._same_call is None:  # else an interrupt ended the estimate, and other ranks wait with theirs
+            self._same_call = self._make_same_call(module, args, kwargs)
+        alike = self._same_call
         estimates = self._may_estimate and (self._together.process == 0 or not alike)
         recording = self._estimate(module, args, kwargs) if estimates else None
         mine = [] if recording is None else [(recording, self._batch)]
@@ -134,6 +137,13 @@ class RanksScheduler(PlanScheduler):
         self._mine = None if recording is None else (recording, self._batch)
         self._plan_from(texts)
         self._estimated = self._plan is not None
+
+    def _make_same_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Return True if all ranks make the same first call of models that are alike."""
+        call = describe_call(module, args, kwargs) if self._may_estimate else ""
+        digest = blake2b(f"{self._engine.constant_bytes} {call}".encode(errors="replace"), digest_size=16).hexdigest()
+        told = exchange_texts(self._together, f"{bool(call)} {digest}", "the first call")
+        return bool(call) and len(set(told)) == 1
 
     def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
         """Choose the plan's driver where the plan serves the pass, else one that needs no plan.
@@ -188,6 +198,7 @@ class RanksScheduler(PlanScheduler):
         with self._shards.moving:
             super().forget_plan()
         self._mine, self._refused, self._plans_made, self._steps_until_plan, self._calls = None, None, 0, 0, 0
+        self._same_call = None
 
     def plan_abandoned(self) -> None:
         """Note that a pass of this rank left the plan, whose collectives it goes on with."""

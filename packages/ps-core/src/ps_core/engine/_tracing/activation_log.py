@@ -57,7 +57,7 @@ class ActivationLog:
         return TracedActivations(tuple(Activation(name=name, bytes=self.sizes[name]) for name in names), makes, takes)
 
     def to_json(self) -> list[tuple[str, int, int, list[int]]]:
-        """Return the name, bytes, moment and later moments of each activation."""
+        """Return for each activation its name, bytes, the moment that made it, and those that take it back."""
         return [(name, self.sizes[name], self.made[name], list(self.taken[name])) for name in self.made]
 
     @classmethod

@@ -59,23 +59,40 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(each)
 
 
-def describe_call(value: Any) -> str:
-    """Return text that is the same for calls that a model cannot tell apart but by the values in tensors.
+def describe_call(model: nn.Module, args: Any, kwargs: Any) -> str:
+    """Describe a call of a model: its arguments without the values in tensors, and its modules with their attributes.
 
-    It is empty if the arguments have an object whose content is not known, which equals no other.
+    Calls with equal texts make passes that are alike. The text is empty if the content of an argument is unknown.
     """
+    try:
+        described = _described((args, kwargs))
+        parts = [f"{name} {_described_module(module)}" for name, module in model.named_modules()]
+    except Exception:  # any of the user's objects: a field that was never set, a cycle, a tensor without sizes
+        return ""
+    return "\n".join((described, *parts)) if described else ""
+
+
+def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {value.dtype} {value.requires_grad} {value.layout}"
+        return f"{tuple(value.shape)} {value.dtype} {value.requires_grad} {value.layout} {value.device.type}"
+    kind = type(value).__qualname__
     if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)
+        return f"{kind} {value!r}"
     if isinstance(value, dict):
         value = tuple(value.items())
-    elif is_dataclass(value):
+    elif is_dataclass(value) and not isinstance(value, type):
         value = tuple((each.name, getattr(value, each.name)) for each in fields(value))
     elif not isinstance(value, list | tuple):
         return ""
-    parts = list(map(describe_call, value))
-    return f"({', '.join(parts)})" if all(parts) else ""
+    parts = list(map(_described, value))
+    return f"{kind}({', '.join(parts)})" if all(parts) else ""
+
+
+def _described_module(module: nn.Module) -> str:
+    """Describe a module's class, its attributes that are numbers or strings, and its buffers."""
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+    buffers = {name: _described(value) for name, value in module._buffers.items()}
+    return f"{type(module).__qualname__} {plain} {buffers}"
 
 
 def _tokens(tensor: torch.Tensor) -> int:
