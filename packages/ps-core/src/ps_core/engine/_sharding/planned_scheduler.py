@@ -2,12 +2,12 @@
 
 Before the first pass each rank estimates it with fake tensors, or rank 0 for all that make the same call. Then the
 ranks plan it together. A pass that no plan serves asks other ranks for weights, and is recorded. As its step begins,
-the ranks tell each other what they recorded. They plan, and move their shards to where the plan has them; see [Note: one plan] in `plan_agreement`. All ranks compare
-something at every step. With it each tells whether it has a new recording, so that takes no message of its own.
-A rank where memory ran out tells so with what ranks compare next: a step, or which gradients were forgotten. The next
-pass by the plan begins with a plan that leaves more free.
-A model without an optimizer has no steps. There the ranks ask each other before passes 2, 3, 5, 9, 17, 33, and then
-before every 64th.
+the ranks tell each other what they recorded. They plan, and move their shards to where the plan has them; see
+[Note: one plan] in `plan_agreement`. All ranks compare something at every step. With it each tells whether it has a new
+recording, so that takes no message of its own. A rank where memory ran out tells so with what ranks compare next: a
+step, or which gradients were forgotten. The next pass by the plan begins with a plan that leaves more free. A model
+without an optimizer has no steps. There the ranks ask each other before passes 2, 3, 5, 9, 17, 33, and then before
+every 64th.
 """
 
 from __future__ import annotations
