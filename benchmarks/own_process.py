@@ -33,11 +33,11 @@ class OwnProcess:
         self._process.join()
 
     def __call__(self) -> None:
-        """Have a step made, and wait for its end."""
+        """Run one training step in the process, and wait until it ends."""
         self._ask(_STEP)
 
     def told(self) -> Any:
-        """Return what the contender tells of its steps (any: it is the contender's)."""
+        """Return what the contender's second function returns (any: each contender has its own)."""
         return self._ask(_TELL)
 
     def _ask(self, what: str) -> Any:
@@ -57,12 +57,12 @@ def _serve(
                 asked = pipe.recv()
             except (EOFError, ConnectionError):  # the other process is gone, or has what it wants
                 return
-            answer = tell() if asked == _TELL else _made(step)
+            answer = None
+            if asked == _TELL:
+                answer = tell()
+            else:
+                step()
             try:
                 pipe.send(answer)
             except ConnectionError:
                 return
-
-
-def _made(step: Callable[[], object]) -> None:
-    step()

@@ -20,7 +20,9 @@ from ps_core._plan import Queue
 from ps_core._simulate.machine import Machine
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices import host_pool
+from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cuda.device import CudaDevice
+from ps_core.engine._devices.select import resolve_device
 
 MIB = 1 << 20
 PAGE = host_pool._pages(1)
@@ -179,3 +181,22 @@ def test_blocks_that_other_threads_release_meanwhile_are_not_lost() -> None:
     device.trim_host()
     assert not runtime.pinned
     device.close()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_emulated_accelerator_keeps_released_host_memory(keeps: bool) -> None:
+    made: list[int] = []
+    device = CpuDevice(keeps_host_memory=keeps)
+    kept = device._kept
+    if kept is not None:
+        make = kept._make
+        kept._make = lambda size: made.append(size) or make(size)
+    for _ in range(3):
+        device.host(8 * MIB).fill_(1)
+    device.close()
+    assert made == ([8 * MIB] if keeps else []), "one arena serves all three blocks, one after the other"
+
+
+def test_emulated_keeps_host_memory_and_the_cpu_does_not() -> None:
+    assert resolve_device("emulated", pin=False)._kept is not None
+    assert resolve_device("cpu", pin=False)._kept is None

@@ -1,4 +1,4 @@
-"""What a training imports of PyTorch: not its compiler, which takes a second and 70 MB of every process."""
+"""Train on the CPU without importing PyTorch's compiler, which takes a second and 70 MB in each process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print([len(group["params"]) for group in optimizer.param_groups], "torch._dynamo
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_compiler_where_nothing_moves(precision: str) -> None:
-    """A first pass on fake tensors needs the compiler's settings; on the CPU alone there is none."""
+    """Only a first pass on fake tensors needs the compiler. One process on the CPU makes none."""
     program = TRAINING.format(precision=precision)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "[1, 2, 1] False"

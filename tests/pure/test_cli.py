@@ -60,7 +60,7 @@ def test_what_gpus_send_by_and_what_crosses_between_nodes(capsys: pytest.Capture
 
 @pytest.mark.parametrize("before", [True, False])
 def test_no_garbage_is_collected_amid_a_search(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
-    """Every collection would go through all that the search keeps; afterwards the collector is as it was."""
+    """Pause the collector during the search, and leave it afterwards as it was before."""
     seen: list[bool] = []
     monkeypatch.setattr(cli, "accelerators", lambda: seen.append(gc.isenabled()) or ())
     enabled = gc.isenabled()
@@ -77,7 +77,7 @@ def test_no_garbage_is_collected_amid_a_search(monkeypatch: pytest.MonkeyPatch, 
 def test_a_brief_plan_searches_for_no_advice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It prints none, and a quarter of the time went there."""
+    """A brief plan prints no advice. Searching for advice took a quarter of the time."""
     monkeypatch.setattr(cli, "advice", lambda *_: pytest.fail("nobody asked for advice"))
     status, out, _ = run(capsys, "plan", "gpt2", *SMALL, "--brief")
     assert status == 0
