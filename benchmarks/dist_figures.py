@@ -1,6 +1,7 @@
 """Several processes on one model, beside other ways, in the same run: tokens a second, processor time, peak memory.
 
     torchrun --nproc-per-node=2 benchmarks/dist_figures.py [--rounds 5] [--only "ours bf16"] [--among "ours bf16,..."]
+        [--size 9M]
 
 Contenders take turns, a training step each; a ratio is taken within a round, so that what disturbs the machine disturbs
 both. Each process has one thread for computing; its processor time is of all its threads. With ``--only`` the peak
@@ -141,7 +142,15 @@ CONTENDERS: dict[str, Contender] = {
     "ours fp32": ours("fp32"),
     "ours bf16": ours("bf16"),
 }
+SHAPES = {
+    "50M": Shape(),
+    "9M": Shape(layers=4, hidden=384, heads=6, vocabulary=4096, batch=12, length=128),
+    "tiny": Shape(layers=2, hidden=64, heads=2, vocabulary=96, batch=4, length=16),
+}
+"""The models, by about how many parameters they have. Two, three and four processes have as many rows of 12 each."""
 RATIOS = (
+    ("ours fp32", "alone fp32"),
+    ("ours bf16", "alone bf16"),
     ("ours fp32", "FSDP2 fp32"),
     ("ours fp32", "DDP fp32"),
     ("ours fp32", "DeepSpeed fp32"),
@@ -213,10 +222,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=CONTENDERS)
     parser.add_argument("--among", default="", help="some contenders, with commas between")
-    parser.add_argument("--small", action="store_true", help="to see that it runs")
+    parser.add_argument("--size", choices=SHAPES, default="50M", help="of the model; tiny: to see that it runs")
     told = parser.parse_args()
     torch.set_num_threads(1)
-    shape = Shape(layers=2, hidden=64, heads=2, vocabulary=96, batch=4, length=16) if told.small else Shape()
+    shape = SHAPES[told.size]
     if not told.only:  # which is for the peak of one contender's memory, and of nothing before it
         check(shape, "fp32")
     together = ps_dist.connect(timeout_s=300)

@@ -11,9 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ps_dist import Mesh
 from ps_dist._messages import PeerMessages
-from ps_dist._reduce import HOST_PIECE_NUMEL, OrderedReduceScatter, ordered_sum
+from ps_dist._reduce import OrderedReduceScatter, ordered_sum
+from ps_kernels import _backends
+from ps_kernels._native import NativeBackend
 
-LONG = 3 * 32_768 + 5
+PIECE_NUMEL = 32_768
+LONG = 3 * PIECE_NUMEL + 5
 KINDS = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -43,36 +46,38 @@ def patterns(count: int, kind: torch.dtype) -> list[torch.Tensor]:
     return [every[torch.randperm(LONG, generator=rng)] for _ in range(count)]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("place", ["host", "accelerator"])
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("into", KINDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_of_a_sum(kind: torch.dtype, into: torch.dtype, count: int, threads: int) -> None:
+def test_bits_of_a_sum(kind: torch.dtype, into: torch.dtype, count: int, place: str) -> None:
     parts = patterns(count, kind)
     wanted = parts[0].float()
     for part in parts[1:]:
         wanted = wanted + part.float()
     found = torch.zeros(LONG, dtype=into)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        ordered_sum(parts, found, torch.empty(HOST_PIECE_NUMEL))
-    finally:
-        torch.set_num_threads(before)
+    ordered_sum(parts, found, None if place == "host" else torch.empty(PIECE_NUMEL))
     torch.testing.assert_close(found, wanted.to(into), rtol=0, atol=0, equal_nan=True)  # infinities of two signs
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_are_added_in_one_pass(kind: torch.dtype) -> None:
     parts, total = patterns(2, kind), torch.zeros(LONG, dtype=kind)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with Calls() as calls:
-            ordered_sum(parts, total, torch.empty(HOST_PIECE_NUMEL))
-    finally:
-        torch.set_num_threads(before)
+    with Calls() as calls:
+        ordered_sum(parts, total, torch.empty(LONG))
     assert calls.names == ["add"]
+
+
+def test_the_host_sums_all_parts_in_one_call_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch took a copy and an addition a part, in pieces that fit the cache: four times as long for four parts."""
+    backend = _backends.fastest()
+    assert isinstance(backend, NativeBackend), "the kernels are compiled here"
+    calls: list[int] = []
+    whole = backend._sum_in_order
+    monkeypatch.setattr(backend, "_sum_in_order", lambda told: calls.append(1) or whole(told))
+    with Calls() as by_torch:
+        ordered_sum(patterns(4, torch.bfloat16), torch.zeros(LONG, dtype=torch.bfloat16))
+    assert (len(calls), by_torch.names) == (1, [])
 
 
 class Done:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ps_dist import Mesh
 from ps_dist._messages import ConnectionBroken
 from ps_dist._peer_connections import MOST_BYTES_HERE, PeerListener
-from ps_dist._reduce import HOST_PIECE_NUMEL, OrderedReduceScatter
+from ps_dist._reduce import OrderedReduceScatter
 from ps_dist._shared_memory import SharedHeap
 from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
 
@@ -95,7 +95,7 @@ def test_gathers_and_sums_of_any_memory(data: st.DataObject) -> None:
         shard = placed(messages, drawn(rank, numel, kind, seed), shared=shared[rank])
         whole = torch.full((count * numel,), torch.nan, dtype=kind)
         messages.gather("all_gather", 2 * seed, range(count), whole, shard)
-        total = OrderedReduceScatter(messages, mesh, torch.empty(HOST_PIECE_NUMEL))
+        total = OrderedReduceScatter(messages, mesh)
         assert total.scratch_bytes(numel, kind) == 0
         source = placed(messages, drawn(rank, count * numel, kind, seed), shared=shared[-1 - rank])
         into, nothing = torch.full((numel,), torch.nan), torch.empty(0, dtype=torch.uint8)

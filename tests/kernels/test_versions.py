@@ -40,6 +40,7 @@ CALLS: dict[str, tuple[Callable[..., None], list[int], set[int]]] = {
     "sumsq": (ps_kernels.sumsq_finite, [NUMEL, 2], {1}),
     "sumsq_spans": (lambda x, out: ps_kernels.sumsq_finite(x, out.view(1, 2), spans=[(0, 9)]), [NUMEL, 2], {1}),
     "accumulate": (ps_kernels.accumulate, [NUMEL] * 2, {0}),
+    "sum_in_order": (lambda one, other, out: ps_kernels.sum_in_order([one, other], out), [NUMEL] * 3, {2}),
     "gather": (lambda c, *ts: ps_kernels.gather(ts, c, [0, NUMEL]), [2 * NUMEL, NUMEL, NUMEL], {0}),
     "scatter": (lambda c, *ts: ps_kernels.scatter(c, [0, NUMEL], ts), [2 * NUMEL, NUMEL, NUMEL], {1, 2}),
     "pieces_gather": (pieces("gather"), [2 * NUMEL, NUMEL, NUMEL], {0}),

@@ -25,7 +25,7 @@ from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages
 from ps_dist._nccl import NcclMessages
 from ps_dist._process_groups import ProcessGroups
-from ps_dist._reduce import HOST_PIECE_NUMEL, OrderedReduceScatter
+from ps_dist._reduce import OrderedReduceScatter
 from ps_dist._session import CollectiveSession
 from ps_dist._shard_answers import Answer, ShardAnswers, refuses
 from ps_dist._share_memory import Sharing, make_common_memory
@@ -87,8 +87,7 @@ class TorchCollectives:
         self._messages = sharing.messages or PeerMessages(groups.host, mesh.rank)
         self.why_not_shared = sharing.why_not
         """Why the processes do not share host memory, where they were to; empty: they do, or were not to."""
-        work = torch.empty(HOST_PIECE_NUMEL, dtype=torch.float32, device="cpu")
-        host_sum = OrderedReduceScatter(self._messages, mesh, work)
+        host_sum = OrderedReduceScatter(self._messages, mesh)
         self._answers: ShardAnswers | None = None
         self._session = CollectiveSession(thread, history, self._messages, host_sum, mesh)
         atexit.register(self._close_at_exit)

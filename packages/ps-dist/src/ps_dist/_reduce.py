@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+import ps_kernels
 from ps_core._errors import InvalidInput
 from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages
 
-HOST_PIECE_NUMEL = 1 << 15
-"""Elements that are summed at a time on the host: few enough for the cache, and for torch to start no threads."""
 _CUT_NUMEL = 64
 """What does not fit into its memory is cut at multiples of so many elements."""
 
@@ -20,8 +19,8 @@ _CUT_NUMEL = 64
 class OrderedReduceScatter:
     """Reduce-scatter over a mesh: within a copy of the model in the type of the gradients, across copies in fp32."""
 
-    def __init__(self, messages: PeerMessages, mesh: Mesh, work: Tensor) -> None:
-        """``work``: fp32 memory for partial sums, on the device of the buffers that are summed."""
+    def __init__(self, messages: PeerMessages, mesh: Mesh, work: Tensor | None = None) -> None:
+        """``work``: fp32 memory for partial sums on an accelerator; None: buffers are in host memory."""
         self._messages, self._work = messages, work
         self._shards, self._replicas, self._rank = mesh.shard_peers, mesh.replica_peers, mesh.rank
 
@@ -97,18 +96,19 @@ def pieces(numel: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, numel))
 
 
-def ordered_sum(parts: Sequence[Tensor], into: Tensor, work: Tensor) -> None:
-    """Sum the parts in their order and in fp32, and round once into ``into``; ``work``: fp32 memory for a piece.
+def ordered_sum(parts: Sequence[Tensor], into: Tensor, work: Tensor | None = None) -> None:
+    """Sum the parts in their order and in fp32, and round once into ``into``.
 
-    Two parts are added by one operation where it gives the same bits: it computes in fp32 and rounds once.
+    ``work``: fp32 memory for a piece, where the accelerator has the parts. Two of them are added by one operation where
+    it gives the same bits: it computes in fp32 and rounds once.
     """
+    if work is None:
+        ps_kernels.sum_in_order(parts, into)
+        return
     two, single = len(parts) == 2, into.dtype is torch.float32
     fused = len(parts) > 1 and parts[0].dtype is into.dtype and (two or single)
     direct = fused or single
-    most = work.numel()
-    if fused and two and torch.get_num_threads() == 1:
-        most = max(into.numel(), 1)  # nothing is read twice, and no threads can be started
-    for piece in pieces(into.numel(), most):
+    for piece in pieces(into.numel(), work.numel()):
         total = into[piece] if direct else work[: piece.stop - piece.start]
         if fused:
             torch.add(parts[0][piece], parts[1][piece], out=total)

@@ -8,6 +8,7 @@ from ps_kernels._backends import backends, warm
 from ps_kernels._errors import BackendMissing, InvalidArgument, KernelError
 from ps_kernels._losses import cross_entropy
 from ps_kernels._pinned import PinnedArena
+from ps_kernels._sums import sum_in_order
 from ps_kernels._version import __version__
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "scatter",
     "set_threads",
     "sgd_step",
+    "sum_in_order",
     "sumsq_finite",
     "warm",
 ]

@@ -46,8 +46,11 @@ class Backend(Protocol):
         """Use this number of threads."""
 
 
-class LossBackend(Protocol):
+class CpuBackend(Protocol):
     """Protocol of a backend that works on CPU memory."""
+
+    def sum_in_order(self, parts: Sequence[Array], out: Array) -> None:
+        """Write the sum of the parts, added in their order in single precision and rounded once."""
 
     def cross_entropy(
         self, logits: Array, labels: Array, losses: Array, *, ignored: int, factor: float, gradient: bool

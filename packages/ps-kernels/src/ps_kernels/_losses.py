@@ -18,7 +18,7 @@ from ps_kernels._arrays import (
     note_written,
     view,
 )
-from ps_kernels._backends import LossBackend, choose
+from ps_kernels._backends import CpuBackend, choose
 from ps_kernels._errors import InvalidArgument
 
 
@@ -53,7 +53,7 @@ def cross_entropy(
     check_label("ignored", ignored)
     scale = to_single(check_number("factor", factor))
     found: Any = choose(source.name, source.library, source.device, backend)  # every backend of the CPU is one
-    chosen: LossBackend = found
+    chosen: CpuBackend = found
     wrong = chosen.cross_entropy(
         source.array, right.array, target.array, ignored=ignored, factor=scale, gradient=gradient
     )

@@ -68,6 +68,16 @@ class _Copies(ctypes.Structure):
     )
 
 
+class _Parts(ctypes.Structure):
+    _fields_ = (
+        ("parts", ctypes.c_void_p),
+        ("length", ctypes.c_size_t),
+        ("out", ctypes.c_void_p),
+        ("n", ctypes.c_size_t),
+        *((name, ctypes.c_int) for name in ("kind", "out_kind")),
+    )
+
+
 class _Losses(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "labels", "losses")),
@@ -112,6 +122,8 @@ class NativeBackend:
             function = functions[f"ps_{level}_{name}"]
             function.restype = None
             self._call[name] = function
+        self._sum_in_order: Callable[..., None] = functions[f"ps_{level}_sum_in_order"]
+        functions[f"ps_{level}_sum_in_order"].restype = None
         self._cross_entropy: Callable[..., int] = functions[f"ps_{level}_cross_entropy"]
         functions[f"ps_{level}_cross_entropy"].restype = ctypes.c_longlong
 
@@ -193,6 +205,12 @@ class NativeBackend:
         addresses = (_address(each) for each in (logits, labels, losses))
         told = _Losses(*addresses, *logits.shape, ignored, factor, _kind(logits), gradient)
         return self._cross_entropy(ctypes.byref(told), self._threads.most(_numel(logits)))
+
+    def sum_in_order(self, parts: Sequence[Array], out: Array) -> None:
+        """Write the sum of the parts, on the calling thread."""
+        addresses = array("Q", map(_address, parts))
+        told = _Parts(addresses.buffer_info()[0], len(parts), _address(out), _numel(out), _kind(parts[0]), _kind(out))
+        self._sum_in_order(ctypes.byref(told))
 
     def copy_all(self, batch: Batch, *, scatter: bool) -> None:
         """Copy the tensors into the chunk, or with ``scatter`` out of it, with one call for all of one type."""

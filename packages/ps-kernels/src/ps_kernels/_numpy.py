@@ -103,6 +103,15 @@ class NumpyBackend:
                 target = accumulator[piece]
                 target += g
 
+    def sum_in_order(self, parts: Sequence[Array], out: Array) -> None:
+        """Write the sum of the parts."""
+        for piece in _pieces(out.size):
+            with np.errstate(all="ignore"):
+                total = to_singles(parts[0][piece])
+                for part in parts[1:]:
+                    total += to_singles(part[piece])
+                round_into(out[piece], total)
+
     def cross_entropy(
         self, logits: Array, labels: Array, losses: Array, *, ignored: int, factor: float, gradient: bool
     ) -> int:

@@ -91,6 +91,15 @@ class TorchBackend:
             accumulator[piece].add_(g.copy_(grad[piece]).mul_(scale))
 
     @torch.no_grad()
+    def sum_in_order(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Write the sum of the parts."""
+        for piece, total, other in _pieces(out):
+            total.copy_(parts[0][piece])
+            for part in parts[1:]:
+                total.add_(other.copy_(part[piece]))
+            out[piece].copy_(total)
+
+    @torch.no_grad()
     def cross_entropy(
         self, logits: Tensor, labels: Tensor, losses: Tensor, *, ignored: int, factor: float, gradient: bool
     ) -> int:

@@ -281,6 +281,53 @@ PUBLIC void NAME(accumulate)(float *sum, const void *grad, int kind, size_t n, f
              accumulate_part(sum + from, at(grad, from, kind), kind, cut(n, part + 1, threads) - from, scale))
 }
 
+/* Sums of several arrays: added in their order in single precision, and rounded once. */
+typedef struct {
+    const void *const *parts;
+    size_t length; /* of the list */
+    void *out;     /* which may be one of the parts */
+    size_t n;
+    int kind, out_kind;
+} Parts;
+
+INLINE void parts_block(const Parts *a, int kind, int out_kind, size_t i, size_t n) {
+    _Alignas(64) float sum[BLOCK], x[BLOCK];
+    widen(at(a->parts[0], i, kind), kind, n, sum);
+    for (size_t k = 1; k < a->length; k++) {
+        prefetch_lines(at(a->parts[k], i + AHEAD, kind), width(kind));
+        widen(at(a->parts[k], i, kind), kind, n, x);
+        for (size_t j = 0; j < n; j++) sum[j] = sum[j] + x[j];
+    }
+    narrow(sum, out_kind, n, (char *)a->out + i * width(out_kind));
+}
+
+INLINE void parts_run(const Parts *a, int kind, int out_kind) {
+    size_t i = 0;
+    for (; i + BLOCK <= a->n; i += BLOCK) parts_block(a, kind, out_kind, i, BLOCK);
+    if (i < a->n) parts_block(a, kind, out_kind, i, a->n - i);
+}
+
+static void parts_sum(const Parts *a) {
+#define CASE(from, to) \
+    if (a->kind == from && a->out_kind == to) parts_run(a, from, to)
+    CASE(PS_FP32, PS_FP32);
+    CASE(PS_FP32, PS_BF16);
+    CASE(PS_FP32, PS_FP16);
+    CASE(PS_BF16, PS_FP32);
+    CASE(PS_BF16, PS_BF16);
+    CASE(PS_BF16, PS_FP16);
+    CASE(PS_FP16, PS_FP32);
+    CASE(PS_FP16, PS_BF16);
+    CASE(PS_FP16, PS_FP16);
+#undef CASE
+}
+
+/* On the calling thread, see `sum_in_order`. */
+PUBLIC void NAME(sum_in_order)(const Parts *a) {
+    const int threads = 1;
+    IN_PARTS(parts_sum(a))
+}
+
 /* The sum of squares, [Note: order of arithmetic]: a block is GROUPS groups of ROWS rows of LANES elements. A group lies
  * in one piece, so memory is read straight on. Vectors take COLUMN of its lanes at a time, as many as registers hold;
  * where that is not all of them, what is prefetched is the next group, in order. */
