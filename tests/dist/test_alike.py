@@ -17,6 +17,7 @@ from torch import nn
 from _threads import Together, run
 from ps_core import SGD, AdamW, Budget, Group, RanksDiverged
 from ps_core.engine import chunked, materialized, save_checkpoint
+from ps_core.engine._optim.kernel_rule import Settings
 from ps_core.engine._support.checksum import checksum
 
 WIDTH = 24
@@ -257,3 +258,20 @@ def test_the_checksum_is_of_every_element_in_its_place(dtype: torch.dtype) -> No
     assert checksum(value) != checksum(value.flip(0))
     assert checksum(torch.tensor(1.0)) != checksum(torch.tensor(2.0))
     assert checksum(torch.empty(0)) == checksum(torch.empty(0, 3))
+
+
+def test_a_step_reads_the_numbers_of_each_group_of_parameters_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a parameter, of which a model may have thousands."""
+    read: list[int] = []
+    values = Settings.values_by_name
+    monkeypatch.setattr(Settings, "values_by_name", lambda self: read.append(1) or values(self))
+
+    def steps(each: Together) -> None:
+        one = Front(each, AdamW(lr=0.01, groups=(Group(match=lambda name, _: name.startswith("2"), lr=0.1),)))
+        for turn in range(3):
+            one.backward(turn)
+            one.step()
+
+    run(2, steps)
+    ranks_and_groups = 2 * 2
+    assert len(read) == 3 * ranks_and_groups, "there are four parameters"

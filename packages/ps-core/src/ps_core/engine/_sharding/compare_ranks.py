@@ -103,7 +103,9 @@ class Alike:
 
         Return what every rank ``told`` besides, which may differ.
         """
-        settings = [settings_of(record).values_by_name() for record in records]
+        found = [settings_of(record) for record in records]
+        values = {id(each): each.values_by_name() for each in {id(each): each for each in found}.values()}
+        settings = [values[id(each)] for each in found]
         items = {
             **{name: _runs(row[name] for row in settings) for name in settings[0]},
             "max_grad_norm": str(max_norm),

@@ -144,7 +144,7 @@ class RanksExecutor(InstructionExecutor):
         """Put a gradient into its group's slot; a second one of the same pass is added to the first."""
         group, staged = record.group, self._staged.get(record.group)
         if staged is not None and record in staged[1]:
-            target = record.shaped(staged[0].flat(record.dtype, group.chunk_numel))
+            target = record.shaped(staged[0].memory.view(record.dtype))
             self._device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (target,), (target,))
             target.add_(gradient)
             return True
@@ -159,7 +159,7 @@ class RanksExecutor(InstructionExecutor):
             raise Diverged(f"memory of {group.name} is wanted where the plan has its gradients")
         self._sums.mark_given(record)
         slot, records = staged
-        target = record.shaped(slot.flat(record.dtype, group.chunk_numel))
+        target = record.shaped(slot.memory.view(record.dtype))
         self._device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
         self._residency.unbind(record)
         target.copy_(gradient)

@@ -246,11 +246,11 @@ class ShardedGradients(GradientStore):
             self._measure_homes([record for record in missing if record not in self._measured])
             mine = [value for part in numbers([self._measured.pop(each) for each in missing]) for value in part]
             rows = self._together.all_values(mine, "norms of gradients", shards_only=True)
-            for place, record in enumerate(missing):
-                squares = sum(row[2 * place] for row in rows)
-                record.norm_part = torch.tensor(
-                    [squares, max(row[2 * place + 1] for row in rows)], dtype=torch.float64, device="cpu"
-                )
+            columns = list(zip(*rows, strict=True))
+            values = list(zip(map(sum, columns[::2]), map(max, columns[1::2]), strict=True))
+            parts = torch.tensor(values, dtype=torch.float64, device="cpu").unbind()
+            for record, part in zip(missing, parts, strict=True):
+                record.norm_part = part
         return [record.norm_part for record in records if record.norm_part is not None]
 
     def _measure_homes(self, records: list[ParamState]) -> None:
@@ -279,5 +279,6 @@ class ShardedGradients(GradientStore):
             record.mark_slot_taken()
 
     def _measure_pieces(self, records: list[ParamState], flat: torch.Tensor) -> None:
-        spans = [(each.piece.start, each.piece.stop) for each in records]
+        pieces = [record.piece for record in records]
+        spans = [(piece.start, piece.stop) for piece in pieces]
         self._measured.update(zip(records, measured_spans(flat, spans), strict=True))
