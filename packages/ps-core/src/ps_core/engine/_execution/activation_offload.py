@@ -128,7 +128,7 @@ class _ByEngine:
         assert tensor is not None, "it was not moved before"
         with passes.nonmodel.paused(), torch.no_grad():
             activation.note_recorded(*passes.make_activation(activation.nbytes))
-            driver = passes.driving.driver
+            driver = passes.driver
             if not (activation.name and isinstance(driver, PlanDriver) and driver.activations.keep(activation)):
                 self._room.offload(activation, bytes_of(tensor))
                 self._launched = True
@@ -154,12 +154,12 @@ class _ByEngine:
         if activation.held is not None:
             return activation.held
         self._passes.take_activation(activation.origin, activation.name)
-        driver = self._passes.driving.driver
+        driver = self._passes.driver
         if activation.slot is None and isinstance(driver, PlanDriver):
             tensor = self._new(activation, partial(driver.activations.restore, activation))
             if tensor is not None:
                 return self._returned(activation, tensor)
-            self._passes.driving.leave_plan(Diverged(f"the plan does not have {activation.name} here"))
+            self._passes.diverge(Diverged(f"the plan does not have {activation.name} here"))
         return self._on_demand(activation)
 
     def _on_demand(self, activation: OffloadedActivation) -> torch.Tensor:

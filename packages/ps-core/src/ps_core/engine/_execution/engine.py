@@ -199,12 +199,7 @@ class Engine:
         if self.store.stays_with_process:
             self.store.check_process()
         passes = self.passes
-        if (
-            passes.recording is not None
-            or passes.driving.deferred
-            or passes.nonmodel.counting
-            or self.residency.exposed.bounds
-        ):
+        if passes.recording is not None or passes.deferred or passes.nonmodel.counting or self.residency.exposed.bounds:
             if passes.threads.inside or passes.threads.backward:
                 passes.threads.check("a step, or a use of states or gradients,")
             passes.finish()

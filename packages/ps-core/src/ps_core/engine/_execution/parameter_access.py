@@ -20,6 +20,7 @@ from ps_core.engine._devices.hide_from_modes import (
 )
 from ps_core.engine._execution.build_components import Components
 from ps_core.engine._execution.host_embedding_tables import HostTables
+from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.pass_tracker import PassTracker, moving
 from ps_core.engine._execution.refuse_use import Usability
 from ps_core.engine._memory.chunk import SlotView
@@ -233,7 +234,12 @@ class ParameterAccess:
         if not (self._resident or group.fixed_tier is not None or in_moment):
             passes.begin_moment([], [group])
         group.last_grad_moment = passes.moment
-        if not passes.driving.place_gradient(record, gradient):
+        try:
+            placed = passes.driver.place_gradient(record, gradient)
+        except Diverged as why:
+            passes.diverge(why)
+            placed = passes.driver.place_gradient(record, gradient)
+        if not placed:
             self._gradients.accept(record, gradient)
         moment = passes.current
         if moment is not None and not record.overwrite_pending and group.fixed_tier != HOST:

@@ -1,4 +1,4 @@
-"""Track a model's pass and its moments.
+"""Track a model's pass, its moment and its driver; leave a plan that does not fit.
 
 A *pass* begins with the first use of a parameter. It ends with backward, with an evaluation, or before work that cannot
 belong to it. Between passes every chunk is in its home slot, except copies with live aliases.
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from ps_core._errors import DoesNotFit
+from ps_core._errors import DeviceOutOfMemory, DoesNotFit
 from ps_core.engine._devices.hide_from_modes import dispatch_modes, function_modes, modes_are_off, modes_off
 from ps_core.engine._execution.build_components import Components
-from ps_core.engine._execution.driver_protocols import Scheduler
+from ps_core.engine._execution.driver_protocols import PassDriver, Scheduler
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.nonmodel_memory import NonModelMemory
-from ps_core.engine._execution.pass_driving import PassDriving
 from ps_core.engine._execution.pass_threads import FORWARD, PassThreads
+from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._parameters.errors import (
     backward_within_backward,
     changed_in_place,
@@ -66,9 +66,9 @@ class PassTracker:
         self._around = -1
         """The backward pass in which the present pass began its forward (in a hook); -1: none."""
         self.nonmodel = NonModelMemory(self._store, parts.residency.owners, constant_bytes)
+        self.demand = parts.demand
+        self.driver: PassDriver = self.demand
         self.scheduler = scheduler
-        self.driving = PassDriving(parts, counters, scheduler, self.nonmodel)
-        """Runs the driver of the present pass."""
         self.moment = 0
         """Serial number of the moment; never the same in forward and in backward."""
         self.outside = True
@@ -77,6 +77,10 @@ class PassTracker:
         """Number of training passes with gradients so far."""
         self.broke_off = False
         """True if an exception ended the last pass; `finish` sets it."""
+        self.followed = False
+        """True if the last pass left its plan, and a driver went on that takes part in the plan's collectives."""
+        self.deferred: PassDriver | None = None
+        """The driver of an ended pass whose collectives wait for memory; None: there is none."""
         self.recording: PassRecording | None = None
         """The recording of the present pass; None between passes."""
         self.current: MomentRecord | None = None
@@ -93,7 +97,7 @@ class PassTracker:
     @property
     def tracked(self) -> bool:
         """Return True if non-model bytes are counted in this pass."""
-        return self.driving.driver.tracked or self.observer is not None
+        return self.driver.tracked or self.observer is not None
 
     def add_records(self, records: list[ParamState]) -> None:
         """Track parameters that were added to the model; called between passes."""
@@ -120,7 +124,8 @@ class PassTracker:
         """
         if torch._C._current_graph_task_id() == -1:
             self._task = -1  # even if an earlier backward pass broke off
-            self.driving.run_deferred_collectives()
+            if self.deferred is not None:
+                self._run_deferred_collectives()
         recording = self.recording
         if recording is not None:
             unfinished = self.current is not None and self.current.backward
@@ -207,9 +212,9 @@ class PassTracker:
         with torch.no_grad():
             if self.nonmodel.counting:
                 with self.nonmodel.paused():
-                    self.driving.begin_moment(records, gains, moment.name)
+                    self._drive(records, gains, moment.name)
             else:
-                self.driving.begin_moment(records, gains, moment.name)
+                self._drive(records, gains, moment.name)
         for group in reads:
             group.last_read_moment = self.moment
         for group in gains:
@@ -230,6 +235,37 @@ class PassTracker:
         """Note that an activation is copied back, if it was made in the pass that is on."""
         if self.recording is not None and recording is self.recording:
             self.recording.activations.note_taken(name, len(self.recording.moments) - 1)
+
+    def _drive(self, records: list[ParamState], gains: list[ParamGroup], name: str) -> None:
+        recorder = self._counters.recorder
+        if recorder is not None:
+            recorder.end_moment()
+        try:
+            self.driver.begin(records, gains, name)
+        except Diverged as why:
+            self.diverge(why)
+            if recorder is not None:
+                recorder.end_moment()
+            self.driver.begin(records, gains, name)
+        if recorder is not None:
+            recorder.begin_moment(name)
+
+    def diverge(self, why: Diverged) -> None:
+        """Leave the plan for the rest of the pass."""
+        replay, self.driver = self.driver, self.demand
+        assert isinstance(replay, PlanDriver), "only plans are left"
+        self._counters.diverged(str(why))
+        with torch.no_grad():
+            try:
+                self.driver = replay.abandon() or self.demand
+                self.scheduler.plan_abandoned()
+            finally:
+                self.followed = self.driver is not self.demand
+                if not self.followed:
+                    self.demand.adopt(self._groups)
+                    if self.recording is not None:
+                        self.recording.regular = False
+                self.nonmodel.start()
 
     def _close_moment(self, *, strict: bool = True) -> list[ParamState]:
         """End the present moment; return the parameters with live aliases, if the pass is recorded.
@@ -263,14 +299,14 @@ class PassTracker:
 
     def _check_budget(self, moment: MomentRecord, *, strict: bool) -> None:
         """Measure how much of the compute tier a moment took; if that is too much, leave the plan or raise."""
-        needed = self.nonmodel.measure(moment, planned=self.driving.by_plan)
+        needed = self.nonmodel.measure(moment, planned=isinstance(self.driver, PlanDriver))
         over = needed - self._store.tiers[0].capacity_bytes
-        if strict and over > 0 and self.driving.driver.free_optional_bytes(over) < over:
-            if not self.driving.by_plan:
+        if strict and over > 0 and self.driver.free_optional_bytes(over) < over:
+            if not isinstance(self.driver, PlanDriver):
                 raise self._too_large(moment, needed)
             if self.recording is not None:
                 self.recording.overrun = True
-            self.driving.leave_plan(Diverged(f"{moment.name} takes more than was planned"))
+            self.diverge(Diverged(f"{moment.name} takes more than was planned"))
 
     def _too_large(self, moment: MomentRecord, needed: int) -> DoesNotFit:
         if self._resident:
@@ -293,8 +329,10 @@ class PassTracker:
         broke_off = self.broke_off and _graph_task() == -1  # else a hook read a gradient, and backward goes on
         self._store.ledger.note_left_over(self.nonmodel.free_broken_pass() if broke_off else 0)
         training = backward or torch.is_grad_enabled()
-        self.recording = PassRecording(regular=not backward, training=training)
-        self.driving.begin_pass(self.recording, backward=backward, resident=self._resident)
+        self.recording, self.followed = PassRecording(regular=not backward, training=training), False
+        if not self._resident:
+            self.driver = self.demand  # ends the pass if an error comes before its driver is chosen
+        self.driver = self.scheduler.driver_for_pass(training, backward=backward)
         self.current = None
         if self._resident:
             self.current = MomentRecord(False, (), (), name="a pass")
@@ -340,7 +378,8 @@ class PassTracker:
             self._residency.exposed.check(ended=True)
         recording = self.recording
         if recording is None:
-            self.driving.run_deferred_collectives()
+            if self.deferred is not None:
+                self._run_deferred_collectives()
             self.nonmodel.stop()
             return
         self._close_moment(strict=strict)  # if that raises, the pass is still open
@@ -350,7 +389,7 @@ class PassTracker:
         self.before_moments.clear()
         self.moment += 1
         try:
-            self.driving.end_pass(recording, broken_by)
+            self._return_chunks_home(recording, broken_by)
         finally:
             if self.nonmodel.counting:
                 self.nonmodel.stop()
@@ -358,10 +397,54 @@ class PassTracker:
             uninstall()
         self._store.ledger.set_nonmodel(0)
         recording.regular = recording.regular and not _has_saved(self._records)
-        self._counters.passed(replayed=self.driving.driver.follows_plan)
+        self._counters.passed(replayed=self.driver.follows_plan)
         self.gradient_passes += recording.training and any(map(_GRADS, recording.moments))
         if self.tracked or self.broke_off:  # else the recording has no new figures
             self.scheduler.observe(recording)
+
+    def _return_chunks_home(self, recording: PassRecording, broken_by: type[BaseException] | None) -> None:
+        if self._counters.recorder is not None:
+            self._counters.recorder.end_moment()
+        with torch.no_grad():
+            try:
+                self.driver.finish()
+            except Diverged as why:
+                recording.regular = False
+                self.diverge(why)
+                self._finish_without_plan(broken_by)
+            except BaseException as why:  # out of memory, say: the plan is left, or its home slots stayed lent
+                if isinstance(self.driver, PlanDriver):
+                    recording.regular = False
+                    self.diverge(Diverged(str(why)))
+                    self._finish_without_plan(broken_by)
+                elif self._defer_collectives(why, broken_by):
+                    return
+                raise
+
+    def _finish_without_plan(self, broken_by: type[BaseException] | None) -> None:
+        try:
+            self.driver.finish()
+        except (DeviceOutOfMemory, DoesNotFit) as why:
+            if not self._defer_collectives(why, broken_by):
+                raise
+
+    def _defer_collectives(self, why: BaseException, broken_by: type[BaseException] | None) -> bool:
+        """Keep the driver for `_run_deferred_collectives`, if memory was short for its collectives.
+
+        Return True if the caller must not raise ``why``: another exception ended the pass, and is raised. That one
+        keeps the pass's activations alive.
+        """
+        if not isinstance(why, DeviceOutOfMemory | DoesNotFit) or self.driver is self.demand:
+            return False
+        self.deferred = self.driver
+        return broken_by is not None
+
+    def _run_deferred_collectives(self) -> None:
+        """Run the collectives for which memory was short when their pass ended: the other ranks wait for them."""
+        assert self.deferred is not None, "a pass was deferred"
+        with torch.no_grad():
+            self.deferred.finish()
+        self.deferred = None
 
 
 def _has_saved(records: list[ParamState]) -> bool:

@@ -216,13 +216,13 @@ class PlanScheduler:
         """Choose the plan's driver where the plan serves the pass, else the on-demand driver."""
         engine, plan = self._engine, self._plan
         if backward and not engine.resident:
-            return engine.passes.driving.demand
+            return engine.passes.demand
         if engine.speculation is not None:
             engine.speculation.undo()
         self._served, self._batch = self._batch, None
         if engine.resident:
             return ResidentDriver(tracked=not (self._measured and self._planned_for.covers(self._served)))
-        demand = engine.passes.driving.demand
+        demand = engine.passes.demand
         if plan is None:
             demand.expect(None)
             self._homes.move_down()
@@ -289,7 +289,7 @@ class PlanScheduler:
         if known is None or not known[0].covers(self._served):
             self._homes.move_down()
             return
-        self._engine.passes.driving.demand.expect(known[1])
+        self._engine.passes.demand.expect(known[1])
         self._homes.make_room_beside(known[1])
 
     def _unready(self, training: bool) -> str:
@@ -363,8 +363,8 @@ class PlanScheduler:
         try:
             replay.step(settings_of, factor)
         except BaseException as why:
-            engine.passes.driving.demand.adopt(engine.groups)
-            engine.passes.driving.demand.finish()
+            engine.passes.demand.adopt(engine.groups)
+            engine.passes.demand.finish()
             homes.plan_abandoned(plan)
             if not isinstance(why, Diverged):
                 raise

@@ -230,7 +230,7 @@ class RanksScheduler(PlanScheduler):
             if not matches_estimate(recording, self._mine[0]):
                 self._found = recording, batch
             self._mine = recording, batch
-        elif self._plan is None or passes.driving.followed or not self._planned_for.covers(batch):
+        elif self._plan is None or passes.followed or not self._planned_for.covers(batch):
             self._found = recording, batch
 
     def maybe_replan(self) -> None:
