@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,14 @@ def test_denormals_are_kept_where_pytorch_is_told_to_flush_them() -> None:
     assert out[0] > 0
 
 
+def test_the_parts_may_be_the_rows_of_a_matrix() -> None:
+    out = torch.empty(5)
+    ps_kernels.sum_in_order(torch.arange(15.0).view(3, 5), out)
+    assert torch.equal(out, torch.arange(15.0).view(3, 5).sum(0))
+
+
+NEGATED = torch.full((1,), 1 + 2j).conj().imag
+"""-2, where memory holds 2."""
 ONES, WIDE = torch.ones(8), torch.ones(12)
 WRONG: list[tuple[list[torch.Tensor], torch.Tensor, str]] = [
     ([], torch.empty(8), "parts: expected at least one array, found none"),
@@ -107,6 +116,8 @@ WRONG: list[tuple[list[torch.Tensor], torch.Tensor, str]] = [
     ([ONES], torch.empty(8, dtype=torch.int64), "out: expected float32 or float16 or bfloat16"),
     ([torch.ones(16)[::2]], torch.empty(8), "parts[0]: not contiguous"),
     ([ONES, WIDE[:8]], WIDE[4:], "out and parts[1] share memory; expected separate arrays"),
+    ([NEGATED], torch.empty(1), "parts[0]: a view that negates its memory (is_neg())"),
+    ([torch.ones(1)], NEGATED, "out: a view that negates its memory (is_neg())"),
     ([torch.ones(8, device="meta")], torch.empty(8, device="meta"), "out: expected on the CPU, found on meta"),
 ]
 
@@ -115,3 +126,21 @@ WRONG: list[tuple[list[torch.Tensor], torch.Tensor, str]] = [
 def test_wrong_arguments(parts: list[torch.Tensor], out: torch.Tensor, message: str) -> None:
     with pytest.raises(InvalidArgument, match=re.escape(message)):
         ps_kernels.sum_in_order(parts, out)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ps_kernels.accumulate(torch.zeros(1), NEGATED),
+        lambda: ps_kernels.sumsq_finite(NEGATED, torch.zeros(2)),
+        lambda: ps_kernels.gather([torch.ones(1), NEGATED], torch.zeros(2), [0, 1]),
+        lambda: ps_kernels.scatter(torch.ones(1), [0], [NEGATED]),
+        lambda: ps_kernels.scatter(NEGATED, [0], [torch.ones(1)]),
+    ],
+)
+def test_no_kernel_takes_a_view_that_negates_its_memory(call: Callable[[], None]) -> None:
+    """Compiled code sees the memory, and would compute with other signs."""
+    assert NEGATED.is_neg()
+    with pytest.raises(InvalidArgument, match=re.escape("a view that negates its memory (is_neg())")):
+        call()
+    assert NEGATED.tolist() == [-2]

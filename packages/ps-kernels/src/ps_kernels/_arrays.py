@@ -63,6 +63,8 @@ def view(name: str, array: Array) -> View:
     address, nbytes = array.data_ptr(), array.numel() * array.element_size()
     if nbytes and not address and array.device.type != "meta":  # which is refused by name elsewhere
         raise InvalidArgument(f"{name}: this {type(array).__name__} has no memory; expected a tensor with values")
+    if array.is_neg():
+        raise InvalidArgument(f"{name}: a view that negates its memory (is_neg()); pass tensor.resolve_neg()")
     return View(
         name=name,
         array=array if plain else array.detach(),

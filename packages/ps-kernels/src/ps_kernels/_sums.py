@@ -25,9 +25,9 @@ def sum_in_order(parts: Sequence[Array], out: Array, *, backend: str | None = No
     The parts are of one float type, ``out`` of any; ``out`` may be one of the parts. All arrays are in CPU memory. The
     work is done on the calling thread, so that it takes no cores from a thread that computes beside it.
     """
-    if not parts:
-        raise InvalidArgument("parts: expected at least one array, found none")
     sources, target = [view(f"parts[{place}]", part) for place, part in enumerate(parts)], view("out", out)
+    if not sources:
+        raise InvalidArgument("parts: expected at least one array, found none")
     check_together([target, *sources])
     if target.device != "cpu":
         raise InvalidArgument(f"out: expected on the CPU, found on {target.device}, where there is no such kernel")

@@ -217,6 +217,8 @@ class ParameterAccess:
             self._deciding.forget()
         if self._usability.refuses:
             self._usability.check()
+        if gradient.is_neg() or gradient._is_zerotensor():
+            gradient = gradient.clone()  # kernels read memory, which has other signs here, or is missing
         record.assigned = False
         if self._stepping.groups:
             self._stepping.check_gradient(record)
