@@ -147,7 +147,7 @@ SHAPES = {
     "9M": Shape(layers=4, hidden=384, heads=6, vocabulary=4096, batch=12, length=128),
     "tiny": Shape(layers=2, hidden=64, heads=2, vocabulary=96, batch=4, length=16),
 }
-"""The models, by about how many parameters they have. Two, three and four processes have as many rows of 12 each."""
+"""The models, by their number of parameters. Two, three or four processes divide the 12 rows of "9M" evenly."""
 RATIOS = (
     ("ours fp32", "alone fp32"),
     ("ours bf16", "alone bf16"),

@@ -12,16 +12,7 @@ from pathlib import Path
 def test_contenders_take_turns() -> None:
     program = Path(__file__).with_name("dist_figures.py")
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            program,
-            "--size",
-            "tiny",
-        ],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, "--size=tiny"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -32,7 +32,7 @@ def drawn(kind: str, count: int, length: int, seed: int) -> list[torch.Tensor]:
 
 
 def of_numpy(tensor: torch.Tensor) -> Any:
-    """The same memory as NumPy's array (any: bfloat16 is uint16)."""
+    """Return a NumPy array over the tensor's memory. (Any: the array's type differs; bfloat16 becomes uint16.)"""
     return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype is torch.bfloat16 else tensor.numpy()
 
 

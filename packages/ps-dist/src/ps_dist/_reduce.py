@@ -108,7 +108,8 @@ def ordered_sum(parts: Sequence[Tensor], into: Tensor, work: Tensor | None = Non
     two, single = len(parts) == 2, into.dtype is torch.float32
     fused = len(parts) > 1 and parts[0].dtype is into.dtype and (two or single)
     direct = fused or single
-    for piece in pieces(into.numel(), work.numel()):
+    most = max(into.numel(), 1) if fused and two else work.numel()  # two parts need no memory for partial sums
+    for piece in pieces(into.numel(), most):
         total = into[piece] if direct else work[: piece.stop - piece.start]
         if fused:
             torch.add(parts[0][piece], parts[1][piece], out=total)

@@ -103,9 +103,9 @@ class Alike:
 
         Return what every rank ``told`` besides, which may differ.
         """
-        found = [settings_of(record) for record in records]
-        values = {id(each): each.values_by_name() for each in {id(each): each for each in found}.values()}
-        settings = [values[id(each)] for each in found]
+        distinct = {id(each): each for each in map(settings_of, records)}  # parameters of one group share an object
+        values = {key: each.values_by_name() for key, each in distinct.items()}
+        settings = [values[id(settings_of(record))] for record in records]
         items = {
             **{name: _runs(row[name] for row in settings) for name in settings[0]},
             "max_grad_norm": str(max_norm),
