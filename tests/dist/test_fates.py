@@ -28,6 +28,11 @@ WAYS = (
     ("killed_waiting:3:1", KILLED, GONE),
     ("killed_connecting:3:1", KILLED, GONE),
     ("killed_beside:3:2", KILLED, GONE),
+    (
+        "killed_beside_its_child:3:0",
+        KILLED,
+        GONE + r"; rank 0 on .*, which keeps the store, has not answered for [2-9] s$",
+    ),
     ("killed_forming:3:1", KILLED, GONE),
     ("stopped:3:1", KILLED, SILENT),
     ("stopped:3:0", KILLED, SILENT),

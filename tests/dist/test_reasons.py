@@ -103,6 +103,9 @@ def test_who_gave_up_because_the_store_is_silent_is_not_to_blame() -> None:
     assert judged(wait(60, store_silent_s=60.0, **known)) == (
         f"rank 2 on node2 ended or cannot be reached (connection closed); {store.format(60)}"
     ), "it ended long before the timeout"
+    gone = f"rank 0 on node0 ended or cannot be reached; {store.format(3)}"
+    assert judged(wait(3, store_silent_s=3.0, ended={0, 2})) == gone, "rank 2 may have lost the store first"
+    assert judged(wait(3, ended={0, 2})) == "rank 0 on node0 and rank 2 on node2 ended or cannot be reached"
 
 
 def test_who_left_after_the_collective_is_not_to_blame() -> None:

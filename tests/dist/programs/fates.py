@@ -79,6 +79,16 @@ def killed_computing(fate: Fate) -> None:
     fate.wait()
 
 
+def killed_beside_its_child(fate: Fate) -> None:
+    """A child, like a worker that loads data, keeps its connections for longer than the others need to find out."""
+    if fate.is_lost:
+        if os.fork() == 0:
+            time.sleep(2 * SHORT_S)
+            os._exit(0)
+        killed()
+    fate.wait()
+
+
 def killed_sending(fate: Fate) -> None:
     pending = big(fate)
     if fate.is_lost:
@@ -285,6 +295,7 @@ CASES: dict[str, Callable[[Fate], None]] = {
         killed_waiting,
         killed_connecting,
         killed_beside,
+        killed_beside_its_child,
         stopped,
         held_gil,
         stopped_and_continued,

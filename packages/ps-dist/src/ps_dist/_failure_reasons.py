@@ -7,7 +7,7 @@ and has the whole timeout.
 
 [Note: who gave up]
 A rank that loses the store ends, and cannot tell the others why. So nobody names a rank that ended after the store was
-lost. The same holds after the rank that keeps the store was silent for about the whole timeout.
+lost. The same holds if the store is silent, and its process ended or was silent for about the whole timeout.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def _gave_up(ended: Collection[int], wait: Wait, timeouts: Timeouts, names: Name
     if wait.ended_before_store is not None:
         return {*ended} - {*wait.ended_before_store, names.store_rank}
     silent = names.store_rank is not None and 0 < timeouts.timeout_s - timeouts.answer_s <= wait.store_silent_s
-    return {*ended} - {names.store_rank} if silent else set()
+    lost = wait.store_silent_s > 0 and names.store_rank in wait.ended
+    return {*ended} - {names.store_rank} if silent or lost else set()
 
 
 def _failed(wait: Wait, timeouts: Timeouts, names: Names) -> Reason | None:
