@@ -202,20 +202,21 @@ Op: TypeAlias = (
 
 def slots_of(op: Op) -> tuple[int, ...]:
     """Return the slots that an instruction names."""
-    if isinstance(op, Copy):
-        return (op.source, op.target)
-    if isinstance(op, Run | Step):
-        return op.slots
-    if isinstance(op, Gather):
-        return (op.shard, op.full)
-    if isinstance(op, ReduceScatter):
-        return (op.source, op.wire, op.shard)
-    if isinstance(op, Accumulate):
-        return (op.gradient, op.accumulator)
-    if isinstance(op, Cast):
-        return (op.master, op.weight)
-    if isinstance(op, Norm | Shift | Reserve | Release):
-        return (op.slot,)
+    match op:
+        case Copy():
+            return (op.source, op.target)
+        case Run() | Step():
+            return op.slots
+        case Gather():
+            return (op.shard, op.full)
+        case ReduceScatter():
+            return (op.source, op.wire, op.shard)
+        case Accumulate():
+            return (op.gradient, op.accumulator)
+        case Cast():
+            return (op.master, op.weight)
+        case Norm() | Shift() | Reserve() | Release():
+            return (op.slot,)
     return ()
 
 

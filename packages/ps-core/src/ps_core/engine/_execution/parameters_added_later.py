@@ -178,8 +178,7 @@ def _raise_together(engine: Engine, error: BaseException | None) -> None:
 def _cut_into_shards(engine: Engine, group: ParamGroup) -> None:
     """Note which shard of a new group this rank has; no process alone has shards."""
     if engine.together is not None:
-        group.gathered, group.fixed_tier = True, None
-        group.rank, group.ranks = engine.together.rank, engine.together.ranks
+        group.share(engine.together.rank, engine.together.ranks)
 
 
 def _like(group: ParamGroup, index: int, *, trainable: bool = False) -> ParamGroup:

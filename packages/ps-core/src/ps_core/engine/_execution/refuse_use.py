@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from weakref import WeakSet
+
 from ps_core._errors import InvalidInput
 from ps_core.engine._memory.tier_store import TierStore
 
@@ -19,8 +22,10 @@ class Usability:
         """True while averages are in the weights' place (`WeightAverage.applied`); no step may be taken."""
         self.half_loaded = ""
         """The load that failed after replacing some values; nothing may be trained until a load succeeds."""
-        self.refuses = store.stays_with_process
-        """True if `check` may raise; read at every use of a parameter. (In forks: `TierStore.stays_with_process`.)"""
+        self.refuses = False
+        """True if `check` raises; read at every use of a parameter."""
+        if store.stays_with_process:
+            _REFUSED_IN_FORKS.add(self)
 
     def mark_materialized(self, *, on: bool) -> None:
         """Refuse to train while parameters are ordinary ones, or allow it again."""
@@ -42,7 +47,13 @@ class Usability:
         self._update()
 
     def _update(self) -> None:
-        self.refuses = self.released or self.materializing or bool(self.half_loaded) or self._store.stays_with_process
+        self.refuses = self.released or self.materializing or bool(self.half_loaded) or self._store.forked
+
+    @staticmethod
+    def refuse_in_fork() -> None:
+        """Refuse, in a forked process, the models whose tiers have no copy of their own there."""
+        for each in _REFUSED_IN_FORKS:
+            each._update()
 
     def check(self, *, loading: bool = False) -> None:
         """Raise if training is not allowed; ``loading``: all values are about to be replaced."""
@@ -72,3 +83,7 @@ class Usability:
         """Raise inside the block of `WeightAverage.applied`, at whose end masters and averages are exchanged again."""
         if self.averaged:
             raise InvalidInput(f"inside applied() the model has averages for weights: {what} after the block")
+
+
+_REFUSED_IN_FORKS: WeakSet[Usability] = WeakSet()
+os.register_at_fork(after_in_child=Usability.refuse_in_fork)

@@ -282,6 +282,10 @@ class ParamGroup:
     """True if chunks hold one of ``ranks`` equal shards, and parameters are bound to a copy gathered from all ranks."""
     rank: int = 0
     ranks: int = 1
+    chunk_numel: int = TAIL_NUMEL
+    """The number of elements of the whole group, padding included."""
+    shard_numel: int = TAIL_NUMEL
+    """The number of elements of the group that this rank keeps."""
     common: CommonWeights | None = None
     """The weights, where every rank of the computer reads the other ranks' shards; None: they are copied."""
 
@@ -317,23 +321,24 @@ class ParamGroup:
         record.group, record.offset = self, self.numel
         self.tensors.append(record)
         self.numel += record.numel
+        self._measure()
 
-    @property
-    def chunk_numel(self) -> int:
-        """Return the number of elements of the whole group, padding included."""
+    def share(self, rank: int, ranks: int) -> None:
+        """Keep one rank's shard of the group, which has no chunks yet; none of it stays outside the plans."""
+        self.gathered, self.fixed_tier, self.rank, self.ranks = True, None, rank, ranks
+        self._measure()
+
+    def _measure(self) -> None:
+        """Round the group up to shards of equal size."""
         tail = TAIL_NUMEL * self.ranks
-        return max(tail, -(-self.numel // tail) * tail)
-
-    @property
-    def shard_numel(self) -> int:
-        """Return the number of elements of the group that this rank keeps."""
-        return self.chunk_numel // self.ranks
+        self.chunk_numel = max(tail, -(-self.numel // tail) * tail)
+        self.shard_numel = self.chunk_numel // self.ranks
 
     def clip(self, span: slice) -> slice:
         """Return the elements of this rank's shard that are in a span of the group."""
-        first, numel = self.rank * self.shard_numel, self.shard_numel
-        start, stop = (min(max(each - first, 0), numel) for each in (span.start, span.stop))
-        return slice(start, stop)
+        numel = self.shard_numel
+        first = self.rank * numel
+        return slice(min(max(span.start - first, 0), numel), min(max(span.stop - first, 0), numel))
 
     def add_chunk(self, kind: Kind, chunk: Chunk) -> None:
         """Store the chunk of one kind of this group's data."""

@@ -40,7 +40,9 @@ class Residency:
         """Bind parameters to their groups' newest copies on the compute tier."""
         for record in records:
             bound = record.bound
-            if bound is None or bound.slot.version != record.group.weight_chunk.version:
+            if bound is None:
+                self.bind(record)
+            elif bound.slot.version != record.group.weight_chunk.version:
                 self.unbind(record)
                 self.bind(record)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from itertools import groupby
+from itertools import chain, groupby, repeat
 
 from ps_core._errors import RanksDiverged
 from ps_core.engine._optim.group_step import SettingsOf
@@ -103,11 +103,13 @@ class Alike:
 
         Return what every rank ``told`` besides, which may differ.
         """
-        distinct = {id(each): each for each in map(settings_of, records)}  # parameters of one group share an object
-        values = {key: each.values_by_name() for key, each in distinct.items()}
-        settings = [values[id(settings_of(record))] for record in records]
+        neighbours = [list(run) for _, run in groupby(map(settings_of, records), key=id)]
+        settings = [(run[0].values_by_name(), len(run)) for run in neighbours]  # which share an object
         items = {
-            **{name: _runs(row[name] for row in settings) for name in settings[0]},
+            **{
+                name: _runs(chain.from_iterable(repeat(row[name], count) for row, count in settings))
+                for name in settings[0][0]
+            },
             "max_grad_norm": str(max_norm),
             "the loss scale": str(loss_scale),
             "steps so far": _runs(record.steps for record in records),

@@ -102,8 +102,7 @@ class GroupJoin:
     def share(self, packing: Grouping, optimizer: OptimizerRule | None, how: str) -> None:
         """Cut every group into shards; `RanksDiverged` unless all have the same model and train it alike."""
         for group in packing.groups:
-            group.gathered, group.fixed_tier = True, None
-            group.rank, group.ranks = self._together.rank, self._together.ranks
+            group.share(self._together.rank, self._together.ranks)
         rows = [
             (name, tuple(record.shape), record.stride, str(record.dtype), record.trainable, record.group.index)
             for name, record in packing.records.items()

@@ -336,7 +336,7 @@ class RanksExecutor(InstructionExecutor):
         if slot.tier or self._store.arena.exists:
             super()._release(instr, op)
             return
-        if any(other is slot for number, other in self._slots.items() if number != op.slot):
+        if not slot.bytes and any(other is slot for number, other in self._slots.items() if number != op.slot):
             del self._slots[op.slot]  # a mapping that was gathered anew for a later moment
             return
         self._give_up(slot)
