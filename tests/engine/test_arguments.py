@@ -24,6 +24,7 @@ MODEL_SGD = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
         ({"budget": "1MiB"}, "budget must be a ps_core.Budget, .* found '1MiB'"),
         ({"options": {"prefetch": 2}}, "options must be a ps_core.Options, .* found builtins.dict"),
         ({"collectives": "nccl"}, r"collectives must be what ps_dist.connect\(\) gives, or None; found 'nccl'"),
+        ({"accumulation_steps": 1025}, "accumulation_steps must be a whole number from 1 to 1024, found 1025"),
         ({"device": 0}, "device must be a text like 'emulated' or 'cuda:1', found 0"),
         ({"device": torch.device("meta")}, "device must be 'cpu', 'emulated', 'cuda' or one CUDA device .* 'meta'"),
     ],

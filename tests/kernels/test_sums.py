@@ -107,6 +107,7 @@ def test_the_parts_may_be_the_rows_of_a_matrix() -> None:
 
 NEGATED = torch.full((1,), 1 + 2j).conj().imag
 """-2, where memory holds 2."""
+CONJUGATED = torch.full((1,), 1 + 2j).conj()
 ONES, WIDE = torch.ones(8), torch.ones(12)
 WRONG: list[tuple[list[torch.Tensor], torch.Tensor, str]] = [
     ([], torch.empty(8), "parts: expected at least one array, found none"),
@@ -118,6 +119,7 @@ WRONG: list[tuple[list[torch.Tensor], torch.Tensor, str]] = [
     ([ONES, WIDE[:8]], WIDE[4:], "out and parts[1] share memory; expected separate arrays"),
     ([NEGATED], torch.empty(1), "parts[0]: a view that negates its memory (is_neg())"),
     ([torch.ones(1)], NEGATED, "out: a view that negates its memory (is_neg())"),
+    ([CONJUGATED], torch.empty(1), "parts[0]: a view that conjugates its memory (is_conj())"),
     ([torch.ones(8, device="meta")], torch.empty(8, device="meta"), "out: expected on the CPU, found on meta"),
 ]
 
@@ -144,3 +146,21 @@ def test_no_kernel_takes_a_view_that_negates_its_memory(call: Callable[[], None]
     with pytest.raises(InvalidArgument, match=re.escape("a view that negates its memory (is_neg())")):
         call()
     assert NEGATED.tolist() == [-2]
+
+
+def test_copies_take_complex_numbers_and_no_view_that_conjugates_them() -> None:
+    values, whole, back = (
+        torch.full((1,), 1 + 2j),
+        torch.zeros(2, dtype=torch.cfloat),
+        torch.zeros(1, dtype=torch.cfloat),
+    )
+    ps_kernels.gather([values], whole, [1])
+    ps_kernels.scatter(whole, [1], [back])
+    assert back.tolist() == [1 + 2j]
+    for call in (
+        lambda: ps_kernels.gather([CONJUGATED], whole, [0]),
+        lambda: ps_kernels.gather([values], whole.conj(), [0]),
+        lambda: ps_kernels.scatter(whole, [0], [CONJUGATED]),
+    ):
+        with pytest.raises(InvalidArgument, match=re.escape("a view that conjugates its memory (is_conj())")):
+            call()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +20,22 @@ def test_every_error_is_one_of_ours_and_in_the_drawing():
     assert len(errors) == 12
     assert all(issubclass(error, PatrickStarError) and error.__name__ in drawn for error in errors)
     assert issubclass(InvalidInput, ValueError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DoesNotFit(tier="device", moment="head", needed_bytes=5, available_bytes=3, proven=True, remedies=("more",)),
+        IllegalTransition(subject="weight", state="FREE", event="step", expected=("fetch",)),
+        InvalidInput("no such size"),
+    ],
+)
+def test_errors_can_be_copied_and_sent_to_another_process(error):
+    error.add_note("in a worker")
+    for found in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert type(found) is type(error)
+        assert str(found) == str(error)
+        assert vars(found) == vars(error)
 
 
 def test_does_not_fit_says_where_how_much_and_what_to_try():

@@ -59,6 +59,8 @@ X = Activation(name="x", bytes=1)
         (lambda: trace(moment(reads=(2,))), "reads of 'x' names 2, but there are 2"),
         (lambda: trace(moment(reads=(True,))), "names True"),
         (lambda: trace(moment(reads=(0, 0))), "names 0 twice"),
+        (lambda: trace(moment(phase="backward", grads=(0,))), "phase of 'x' must be a Phase, found 'backward'"),
+        (lambda: trace(moment(phase=None)), "phase of 'x' must be a Phase, found None"),
         (lambda: trace(moment(nonmodel_bytes=-1)), "nonmodel_bytes of 'x'"),
         (lambda: trace(moment(nonmodel_bytes=True)), "nonmodel_bytes of 'x'"),
         (lambda: trace(moment(flops=-1.0)), "flops of 'x'"),

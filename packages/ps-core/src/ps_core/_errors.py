@@ -27,6 +27,10 @@ from __future__ import annotations
 class PatrickStarError(Exception):
     """Base class of every error that is raised on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copy and pickle the error as it is: errors whose arguments are keywords cannot be made from `args` again."""
+        return _restored, (type(self), self.args, vars(self).copy())
+
 
 class InvalidInput(PatrickStarError, ValueError):
     """Say that a size, name, option or file of the caller's cannot be used; the message is one line."""
@@ -107,3 +111,12 @@ class RanksDiverged(PatrickStarError):
 
 class TierFailure(PatrickStarError):
     """Say that a memory or disk tier failed; the message names the file and the reason."""
+
+
+def _restored(
+    kind: type[PatrickStarError], args: tuple[object, ...], attributes: dict[str, object]
+) -> PatrickStarError:
+    """Make an error that was copied or pickled."""
+    error = kind.__new__(kind, *args)
+    vars(error).update(attributes)
+    return error

@@ -266,9 +266,9 @@ class Plan:
     def segment(self, name: SegmentName) -> Segment:
         """Return the segment of that name."""
         for segment in self.segments:
-            if segment.name is name:
+            if segment.name == name:
                 return segment
-        raise InvalidInput(f"this plan has no segment {name.value!r}")
+        raise InvalidInput(f"this plan has no segment {str(name)!r}")
 
     def home_tier(self, extent: Extent) -> int:
         """Return the tier of an extent's home slot."""

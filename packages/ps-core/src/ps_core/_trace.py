@@ -196,6 +196,8 @@ def _check(trace: Trace) -> None:
 def _check_moment(trace: Trace, moment: Moment, backward: bool) -> bool:
     name = _text(moment.name)
     _whole(moment.nonmodel_bytes, f"nonmodel_bytes of {name!r}")
+    if not isinstance(moment.phase, Phase):
+        raise InvalidInput(f"trace: phase of {name!r} must be a Phase, found {moment.phase!r}")
     for what in Amounts._fields:
         count = getattr(moment, what)
         if not isinstance(count, int | float) or not 0 <= count < float("inf"):

@@ -65,6 +65,8 @@ def view(name: str, array: Array) -> View:
         raise InvalidArgument(f"{name}: this {type(array).__name__} has no memory; expected a tensor with values")
     if array.is_neg():
         raise InvalidArgument(f"{name}: a view that negates its memory (is_neg()); pass tensor.resolve_neg()")
+    if array.is_conj():
+        raise InvalidArgument(f"{name}: a view that conjugates its memory (is_conj()); pass tensor.resolve_conj()")
     return View(
         name=name,
         array=array if plain else array.detach(),

@@ -90,7 +90,9 @@ def _at_once(tensors: Sequence[Any], whole: View, offsets: Sequence[int]) -> Bat
     if dtypes != {chunk.dtype} and not (dtypes | {chunk.dtype}) <= floats:
         return None
     here = all(each.is_cpu for each in tensors) if chunk.is_cpu else {each.device for each in tensors} == {chunk.device}
-    if not here or not all(map(tensor.is_contiguous, tensors)) or any(map(tensor.is_neg, tensors)):
+    if not here or not all(map(tensor.is_contiguous, tensors)):
+        return None
+    if any(map(tensor.is_neg, tensors)) or any(map(tensor.is_conj, tensors)):
         return None
     numels = list(map(tensor.numel, tensors))
     if min(offsets) < 0 or max(map(add, offsets, numels)) > whole.numel:

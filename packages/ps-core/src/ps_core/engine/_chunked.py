@@ -17,6 +17,7 @@ from ps_core._options import AFTER_BACKWARD, SPECULATIVE, Budget, Options, Torch
 from ps_core._plan import Tier
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.search import Setup
+from ps_core._program import MOST_MICRO_BATCHES
 from ps_core.engine._devices.device import Device
 from ps_core.engine._devices.select import disk_file, largest_transient_group_bytes, resolve_device, tier_budgets
 from ps_core.engine._execution.build_components import Components, single_process_components
@@ -296,8 +297,8 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
                 "table in place: leave max_norm out"
             )
     steps = accumulation_steps
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise InvalidInput(f"accumulation_steps must be a whole number of at least 1, found {steps!r}")
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MOST_MICRO_BATCHES:
+        raise InvalidInput(f"accumulation_steps must be a whole number from 1 to {MOST_MICRO_BATCHES}, found {steps!r}")
 
 
 def _is_managed(engine: Engine) -> Callable[[], bool]:

@@ -93,10 +93,12 @@ def statistics(model: nn.Module) -> Statistics:
         )
         for index, tier in enumerate(store.tiers)
     }
+    links = [pair for above in range(len(names) - 1) for pair in ((above, above + 1), (above + 1, above))]
+    moved = {**dict.fromkeys(links, 0), **counters.moved_bytes}
     homes = sum(chunk.home.bytes for group in engine.groups for chunk in group.chunks.values())
     return Statistics(
         tiers=tiers,
-        moved_bytes={f"{names[a]}->{names[b]}": count for (a, b), count in sorted(counters.moved_bytes.items())},
+        moved_bytes={f"{names[a]}->{names[b]}": count for (a, b), count in sorted(moved.items())},
         evictions=counters.evictions,
         prefetch_hits=counters.prefetch_hits,
         fetches=counters.fetches,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass, replace
 from operator import is_
 from threading import get_ident
 from typing import Any, NoReturn
@@ -28,6 +30,9 @@ from ps_core.engine._parameters.saved_tensors import recomputing
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing
 from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, ModuleCallWrapper
+
+_CAST = (*FLOATS, torch.float64)
+"""Types of inputs that are cast to the model's precision."""
 
 
 class ModelHooks:
@@ -323,15 +328,28 @@ def _look_at(model: nn.Module) -> tuple[list[int], list[nn.Parameter], bool]:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return arguments with floating-point tensors in another type."""
+    """Return arguments with floating-point tensors in another type; containers stay what they are."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype in FLOATS and not isinstance(value, ManagedParameter) else value
+        return value.to(dtype) if value.dtype in _CAST and not isinstance(value, ManagedParameter) else value
     if isinstance(value, dict):
-        return {key: _cast(each, dtype) for key, each in value.items()} if value else value
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple([_cast(each, dtype) for each in value])
-    if isinstance(value, list):
-        return [_cast(each, dtype) for each in value]
+        if not value:
+            return value
+        found = [_cast(each, dtype) for each in value.values()]
+        if all(map(is_, value.values(), found)):
+            return value
+        made = copy(value)  # an OrderedDict, or the output of another model
+        for key, each in zip(value, found, strict=True):
+            made[key] = each
+        return made
+    if isinstance(value, tuple | list):
+        found = [_cast(each, dtype) for each in value]
+        if all(map(is_, value, found)):
+            return value
+        return value._make(found) if hasattr(value, "_make") else tuple(found) if isinstance(value, tuple) else found
+    if is_dataclass(value) and not isinstance(value, type):
+        given = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        changed = {name: each for name, one in given.items() if (each := _cast(one, dtype)) is not one}
+        return replace(value, **changed) if changed else value
     return value
 
 
