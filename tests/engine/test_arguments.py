@@ -41,6 +41,11 @@ def test_a_device_of_pytorch() -> None:
     release(model)
 
 
+def test_memory_that_the_computer_does_not_give() -> None:
+    with pytest.raises(InvalidInput, match=r"this computer does not give [\d,]+ bytes .*; expected a smaller Budget"):
+        chunked(nn.Linear(4, 4), AdamW(), device="emulated", budget=Budget(device="65536TiB"))
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

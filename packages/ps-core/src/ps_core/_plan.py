@@ -22,11 +22,12 @@ an error. See [Note: extents and versions] in `_extents`.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from operator import is_
 from typing import TypeAlias
 
-from ps_core._errors import InvalidInput
+from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._extents import Extent, SegmentName
 
 
@@ -270,6 +271,11 @@ class Plan:
                 return segment
         raise InvalidInput(f"this plan has no segment {str(name)!r}")
 
+    def numbered_by_place(self) -> Plan:
+        """Return the plan with each instruction's place in its segment as its ``id``; itself if that is so."""
+        segments = tuple(map(_numbered_by_place, self.segments))
+        return self if all(map(is_, segments, self.segments)) else replace(self, segments=segments)
+
     def home_tier(self, extent: Extent) -> int:
         """Return the tier of an extent's home slot."""
         for held in self.home:
@@ -281,3 +287,17 @@ class Plan:
     def fingerprint(self) -> str:
         """Return a text that is equal for equal plans, and practically never for others; processes compare it."""
         return hashlib.sha256(repr((self.tiers, self.home, self.segments)).encode()).hexdigest()[:16]
+
+
+def _numbered_by_place(segment: Segment) -> Segment:
+    places = {instr.id: place for place, instr in enumerate(segment.instrs)}
+    if [*places] == [*places.values()]:
+        return segment
+    try:
+        rows = [
+            replace(instr, id=place, after=tuple([places[each] for each in instr.after]))
+            for place, instr in enumerate(segment.instrs)
+        ]
+    except KeyError as error:
+        raise PlanMismatch(f"{segment.name.value}: an instruction waits for {error}, which is not there") from None
+    return replace(segment, instrs=tuple(rows))

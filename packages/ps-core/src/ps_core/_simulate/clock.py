@@ -97,6 +97,7 @@ def simulate(
     if iterations < 1:
         raise InvalidInput(f"iterations must be at least 1, found {iterations}")
     issuing = Issuing(program, plan.tiers, machine, ranks_per_node, in_backward=step_in_backward, undoable=speculative)
+    plan = plan.numbered_by_place()
     names = program.iteration()
     scans = {name: Scan(plan, plan.segment(name)) for name in dict.fromkeys(names)}
     priced = {name: issuing.price(plan.home, plan.segment(name)) for name in scans}

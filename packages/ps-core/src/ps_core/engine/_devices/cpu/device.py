@@ -115,6 +115,10 @@ class CpuDevice:
             return self._allocate(size_bytes)
         except MemoryError:
             return private_memory(size_bytes)
+        except (OSError, OverflowError) as error:
+            raise InvalidInput(
+                f"{kind}: this computer does not give {size_bytes:,} bytes ({error}); expected a smaller Budget"
+            ) from None
 
     def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy bytes, at once."""
