@@ -95,7 +95,8 @@ def compiling() -> None:
 
     found = ps_kernels.backends()
     print("\n".join([*ps_kernels.warm(), f"{found}"]))
-    assert found["scalar"] == "available", f"no compiled C: {found['scalar']}"
+    if found["scalar"] != "available":
+        print(f"NO COMPILED C, so PyTorch steps on the processor, which is slower: {found['scalar']}")
     assert DRY or found["cuda"] == "available", f"no kernels for CUDA: {found['cuda']}"
 
 
@@ -113,9 +114,9 @@ def kernels() -> None:
     states = ps_kernels.backends().items()
     stepped = {name: one_step(name) for name, state in states if state == "available" and name != "numpy"}
     for name, values in stepped.items():
-        same = [torch.equal(*pair) for pair in zip(values, stepped["scalar"], strict=True)]
+        same = [torch.equal(*pair) for pair in zip(values, stepped.get("scalar", stepped["torch"]), strict=True)]
         print(name, same)
-        assert all(same), f"{name}: other bits than scalar C"
+        assert all(same), f"{name}: other bits than the plainest instruction set"
 
 
 def one_step(backend: str) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ trap 'rm -rf "$scratch"' EXIT
 # What is compiled on the spot goes where the next part finds it, and not among the results.
 : "${PS_KERNELS_CACHE:=$scratch/kernels}" "${CUPY_CACHE_DIR:=$scratch/cupy}"
 PYTHONPATH=$(for each in packages/*/src; do printf '%s/%s:' "$PWD" "$each"; done)
-export PYTHONPATH PS_KERNELS_CACHE CUPY_CACHE_DIR PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+export PYTHONPATH PS_KERNELS_CACHE CUPY_CACHE_DIR PYTHONPYCACHEPREFIX="$scratch/pycache" PYTHONUNBUFFERED=1
 # All processes are on this computer, whose name may lead nowhere.
 if [ -e /sys/class/net/lo ]; then
     : "${GLOO_SOCKET_IFNAME:=lo}" "${NCCL_SOCKET_IFNAME:=lo}"

@@ -132,6 +132,36 @@ def test_a_cap_of_the_users_stays(runtime: FakeRuntime, caplog: pytest.LogCaptur
         chunked(nn.Linear(2, 2), None, device=CudaDevice(runtime), budget=Budget(device=600_000, host=HOST))
 
 
+class Loss(nn.Module):
+    """A model that returns its loss, so that fake tensors foresee the first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = models.stack()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs).float().square().mean()
+
+
+def test_an_estimate_has_no_cap(runtime: FakeRuntime) -> None:
+    """What a card's libraries take for themselves in the first pass is in no estimate."""
+    budget = Budget(device=SIZE, host=HOST)
+    model, optimizer = chunked(Loss(), AdamW(), device=CudaDevice(runtime), budget=budget)
+    assert optimizer is not None
+    caps, passes = [], []
+    for index in range(4):
+        loss = model(rows(index)[0])
+        caps.append(runtime.cap_bytes)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        passes.append(statistics(model).planned_passes)
+    assert passes == [1, 2, 3, 4], "by the estimate, and then by what was recorded"
+    assert caps[0] is None
+    assert caps[-1] is not None
+    release(model)
+
+
 @pytest.mark.parametrize("changed", [None, 900_000])
 def test_a_cap_that_the_user_changes_stays(runtime: FakeRuntime, changed: int | None) -> None:
     model, optimizer = made(runtime)

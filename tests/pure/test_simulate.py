@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,7 +39,6 @@ from ps_core._simulate.clock import QUEUE_NAMES, Prediction, moved_bytes, peak_b
 from ps_core._simulate.instruction_times import Costs
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Moment, Phase, Tensor, Trace
-from ps_core._verify import verify
 
 NUMEL = 64  # 16-bit: one slot of 128 bytes
 LEFT = Machine(
@@ -410,32 +408,6 @@ def test_the_clock_follows_the_definition(seed: int, origin: str) -> None:
     assert found.moved_bytes == moved_bytes(program, plan)
     assert found.peak_bytes == peak_bytes(program, plan)
     assert all(found.peak_bytes[tier.name] <= tier.capacity_bytes for tier in plan.tiers)
-
-
-@settings(max_examples=20)
-@given(
-    st.integers(0, 2**32), st.sampled_from(ORIGINS), st.sampled_from([lambda i: i + 1000, lambda i: -i, lambda i: i])
-)
-def test_instructions_may_have_any_numbers(seed: int, origin: str, renumber: Callable[[int], int]) -> None:
-    """As `verify` accepts them: a number only says which instruction another one waits for."""
-    program, plan = random_plan(random.Random(seed), origin, TINY)
-    other = replace(plan, segments=tuple(renumbered(segment, renumber) for segment in plan.segments))
-    verify(program, other)
-    assert simulate(program, other, LEFT) == simulate(program, plan, LEFT)
-
-
-def renumbered(segment: Segment, renumber: Callable[[int], int]) -> Segment:
-    rows = [replace(row, id=renumber(row.id), after=tuple(map(renumber, row.after))) for row in segment.instrs]
-    return replace(segment, instrs=tuple(rows))
-
-
-def test_a_wait_for_an_instruction_that_is_not_there() -> None:
-    program, plan = random_plan(random.Random(0), ORIGINS[0], TINY)
-    first = renumbered(plan.segments[0], lambda number: number + 1)
-    rows = (*first.instrs[:-1], replace(first.instrs[-1], after=(7000,)))
-    wrong = replace(plan, segments=(replace(first, instrs=rows), *plan.segments[1:]))
-    with pytest.raises(PlanMismatch, match="an instruction waits for 7000, which is not there"):
-        simulate(program, wrong, LEFT)
 
 
 @settings(max_examples=60)

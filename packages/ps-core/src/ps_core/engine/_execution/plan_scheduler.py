@@ -248,8 +248,8 @@ class PlanScheduler:
             engine.counters.diverged(why)
             self._free_for_unplanned(training)
             return self._uncapped(demand)
-        if self._caps:
-            engine.store.device.cap_allocator(engine.store.tiers[0].capacity_bytes)
+        if self._caps:  # not by an estimate, which misses what a device's libraries take for themselves
+            engine.store.device.cap_allocator(None if self._estimated else engine.store.tiers[0].capacity_bytes)
         if not training:
             segment = SegmentName.EVAL
         else:
