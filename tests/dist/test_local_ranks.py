@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -39,4 +40,16 @@ def test_processes_of_other_computers(other: subprocess.Popen[bytes]) -> None:
     )
     other.communicate(b"\n")
     assert ranks.ended() == frozenset(), "another computer's process may have the same number"
+    ranks.close()
+
+
+def test_two_threads_may_ask_at_once(other: subprocess.Popen[bytes]) -> None:
+    """The watchdog asks, and the thread that waits while the store is silent; a poll object refuses two at once."""
+    ranks = LocalRanks({0: Location.own(), 1: place_of(other)})
+
+    def ask() -> set[frozenset[int]]:
+        return {ranks.ended() for _ in range(20_000)}
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [future.result() for future in [pool.submit(ask) for _ in range(4)]] == [{frozenset()}] * 4
     ranks.close()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class LocalRanks:
     def __init__(self, locations: Mapping[int, Location]) -> None:
         """Open a handle for each rank of this computer, where the kernel has them."""
         self._ranks: dict[int, int] = {}
-        self._poll = select.poll()
+        self._poll, self._polling = select.poll(), Lock()
         own = Location.own()
         for rank, location in locations.items():
             if own.machine and location.machine == own.machine and location.process != own.process:
@@ -58,14 +59,16 @@ class LocalRanks:
 
     def ended(self) -> frozenset[int]:
         """Return the ranks whose processes are gone."""
-        return frozenset(self._ranks[handle] for handle, _ in self._poll.poll(0))
+        with self._polling:  # a poll object refuses two threads at once
+            return frozenset(self._ranks[handle] for handle, _ in self._poll.poll(0))
 
     def close(self) -> None:
         """Close the handles."""
-        for handle in self._ranks:
-            self._poll.unregister(handle)
-            os.close(handle)
-        self._ranks.clear()
+        with self._polling:
+            for handle in self._ranks:
+                self._poll.unregister(handle)
+                os.close(handle)
+            self._ranks.clear()
 
 
 def _started(process: int) -> str:
