@@ -1,4 +1,4 @@
-"""What a step costs each of several ranks, in calls of the engine's Python functions: counts, not times."""
+"""Count the engine's Python functions that each of two ranks calls in one step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = {"fp32": 411, "bf16": 252}
 
 @pytest.mark.parametrize("precision", LIMITS)
 def test_calls_for_each_parameter(precision: str) -> None:
-    """Where this fails, `Counter.functions` says which functions are called how often."""
+    """If this fails, print `Counter.functions`: it has the number of calls by function."""
     made = nn.Sequential(*(nn.Linear(16, 16) for _ in range(LAYERS)))
 
     def case(each: Together) -> tuple[float, int]:

@@ -144,7 +144,7 @@ class Loss(nn.Module):
 
 
 def test_an_estimate_has_no_cap(runtime: FakeRuntime) -> None:
-    """What a card's libraries take for themselves in the first pass is in no estimate."""
+    """In the first pass a card's libraries allocate memory that fake tensors did not show."""
     budget = Budget(device=SIZE, host=HOST)
     model, optimizer = chunked(Loss(), AdamW(), device=CudaDevice(runtime), budget=budget)
     assert optimizer is not None

@@ -122,3 +122,12 @@ def test_with_room_for_everything_nothing_moves_on_an_emulated_device() -> None:
         release(managed)
         assert (moved[-1] > moved[-2] > moved[-3]) is moves
         assert (moved[-1] == moved[-2]) is not moves
+
+
+def test_every_link_is_listed_before_anything_moves() -> None:
+    both = {"device->host": 0, "host->device": 0}
+    for device, budget, links in (("cpu", Budget(), {}), ("emulated", Budget(device="64KiB"), both)):
+        model, _ = chunked(nn.Linear(4, 4), AdamW(), device=device, budget=budget)
+        assert statistics(model).moved_bytes == links
+        assert {key for key in statistics(model).as_dict() if "->" in key} == {f"moved_bytes.{each}" for each in links}
+        release(model)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from _plans import ORIGINS, random_plan
 from _programs import TINY
-from ps_core._errors import PlanMismatch
+from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._plan import Segment
 from ps_core._simulate.clock import simulate
 from ps_core._simulate.machine import machine
@@ -45,3 +45,10 @@ def test_a_wait_for_an_instruction_that_is_not_there() -> None:
     wrong = replace(plan, segments=(replace(first, instrs=rows), *plan.segments[1:]))
     with pytest.raises(PlanMismatch, match="an instruction waits for 7000, which is not there"):
         simulate(program, wrong, CARD)
+
+
+def test_a_segment_is_found_by_its_name_as_text() -> None:
+    _, plan = random_plan(random.Random(0), ORIGINS[0], TINY)
+    assert all(plan.segment(segment.name.value) is segment for segment in plan.segments)
+    with pytest.raises(InvalidInput, match="this plan has no segment 'epilog'"):
+        plan.segment("epilog")

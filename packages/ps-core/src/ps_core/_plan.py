@@ -250,6 +250,20 @@ class Segment:
     name: SegmentName
     instrs: tuple[Instr, ...]
 
+    def numbered_by_place(self) -> Segment:
+        """Return the segment with each instruction's place as its ``id``; itself if that is so."""
+        places = {instr.id: place for place, instr in enumerate(self.instrs)}
+        if [*places] == [*places.values()]:
+            return self
+        try:
+            rows = [
+                replace(instr, id=place, after=tuple([places[each] for each in instr.after]))
+                for place, instr in enumerate(self.instrs)
+            ]
+        except KeyError as error:
+            raise PlanMismatch(f"{self.name.value}: an instruction waits for {error}, which is not there") from None
+        return replace(self, instrs=tuple(rows))
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -272,8 +286,8 @@ class Plan:
         raise InvalidInput(f"this plan has no segment {str(name)!r}")
 
     def numbered_by_place(self) -> Plan:
-        """Return the plan with each instruction's place in its segment as its ``id``; itself if that is so."""
-        segments = tuple(map(_numbered_by_place, self.segments))
+        """Return the plan with the segments so numbered; itself if they are."""
+        segments = tuple([segment.numbered_by_place() for segment in self.segments])
         return self if all(map(is_, segments, self.segments)) else replace(self, segments=segments)
 
     def home_tier(self, extent: Extent) -> int:
@@ -287,17 +301,3 @@ class Plan:
     def fingerprint(self) -> str:
         """Return a text that is equal for equal plans, and practically never for others; processes compare it."""
         return hashlib.sha256(repr((self.tiers, self.home, self.segments)).encode()).hexdigest()[:16]
-
-
-def _numbered_by_place(segment: Segment) -> Segment:
-    places = {instr.id: place for place, instr in enumerate(segment.instrs)}
-    if [*places] == [*places.values()]:
-        return segment
-    try:
-        rows = [
-            replace(instr, id=place, after=tuple([places[each] for each in instr.after]))
-            for place, instr in enumerate(segment.instrs)
-        ]
-    except KeyError as error:
-        raise PlanMismatch(f"{segment.name.value}: an instruction waits for {error}, which is not there") from None
-    return replace(segment, instrs=tuple(rows))

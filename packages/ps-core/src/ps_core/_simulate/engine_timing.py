@@ -234,10 +234,9 @@ class _Split:
         begun = {row.id for rows in steps.values() for row in rows}
         self.kept = [instr for instr in step.segment.instrs if instr.id not in begun]
         """The instructions that wait for the step segment."""
-        places = {instr.id: place for place, instr in enumerate(self.kept)}
-        rows = [replace(row, id=places[row.id], after=tuple(places[i] for i in row.after)) for row in self.kept]
-        self.rest, self.seconds = replace(step.segment, instrs=tuple(rows)), [seconds[row.id] for row in self.kept]
-        left = any(isinstance(row.op, Step) and row.queue is Queue.CPU for row in rows)
+        self.rest = replace(step.segment, instrs=tuple(self.kept)).numbered_by_place()
+        self.seconds = [seconds[row.id] for row in self.kept]
+        left = any(isinstance(row.op, Step) and row.queue is Queue.CPU for row in self.kept)
         self.behind: EarlySeconds | None = None if left or copying is not None else {}
         """Steps that begin early; None: the decision waits for the worker: for norms on the host, or to undo steps."""
 

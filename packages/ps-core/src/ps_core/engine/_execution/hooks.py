@@ -345,7 +345,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         found = [_cast(each, dtype) for each in value]
         if all(map(is_, value, found)):
             return value
-        return value._make(found) if hasattr(value, "_make") else tuple(found) if isinstance(value, tuple) else found
+        if isinstance(value, list):
+            return found
+        return value._make(found) if hasattr(value, "_make") else tuple(found)
     if is_dataclass(value) and not isinstance(value, type):
         given = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
         changed = {name: each for name, one in given.items() if (each := _cast(one, dtype)) is not one}
