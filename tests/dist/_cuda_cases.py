@@ -275,7 +275,7 @@ def waits_on_its_stream(each: ps_dist.TorchCollectives, fault: str) -> str:
         if not (is_late and fault == "late"):
             each.start(job).wait()  # it is launched, and no thread waits for its end
         if not is_late or fault == "another":
-            assert aborted.wait(60), "the training thread may be waiting for the device, which this ends"
+            assert aborted.wait(150), "the training thread may be waiting for the device, which this ends"
         while is_late and not given_up(each):
             time.sleep(0.05)
         with pytest.raises(RanksDiverged) as caught:

@@ -98,11 +98,15 @@ def killed_sending(fate: Fate) -> None:
 
 
 def killed_waiting(fate: Fate) -> None:
-    """In a collective that the others come to when it is gone."""
+    """In a collective that the others come to when it is gone.
+
+    It came there, so the first may end for one that sent to it before the kernel broke the connection.
+    """
     if fate.is_lost:
         Timer(0.1, killed).start()
     else:
         fate.until_it_is_gone()
+    fate.wait()
     fate.wait()
 
 
