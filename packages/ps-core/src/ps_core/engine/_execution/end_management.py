@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ps_core._errors import InvalidInput
 from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._parameters.errors import changed_in_place
 from ps_core.engine._parameters.managed_parameter import ManagedParameter, accept_changes, plain_value, unmanage
 from ps_core.engine._parameters.unmanaged import move_unmanaged
@@ -78,6 +79,8 @@ def _free_tiers(engine: Engine) -> None:
     if engine.passes.recording is not None:
         uninstall()
     if not forked:
+        if isinstance(engine.passes.driver, PlanDriver):
+            engine.passes.driver.release_slots()
         engine.store.close()
 
 

@@ -257,6 +257,8 @@ class Engine:
             found = [record for record in chosen if record.gradient is not GradientPlace.NONE]
             if found:
                 self.gradients.discard(found)
+            if self.gradients.sums.unplanned:
+                self.gradients.sums.free_unused()
 
     @defer_interrupts
     def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:

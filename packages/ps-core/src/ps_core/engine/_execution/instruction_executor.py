@@ -256,6 +256,8 @@ class InstructionExecutor:
 
     def _shift(self, instr: Instr, op: Shift) -> None:
         slot = self._slots[op.slot]
+        if slot.offset >= 0 and self._store.arena.overlapping(op.offset, slot.bytes) not in ([], [slot]):
+            raise Diverged("the plan's place is taken")
         self._places[op.slot] = slot.tier, op.offset
         if slot.offset < 0:
             return  # on other tiers slots are memory of their own
@@ -362,6 +364,12 @@ class InstructionExecutor:
             if chunk is not None and chunk.copies.get(slot.tier) is slot:
                 chunk.drop_copy(slot.tier)
             self._residency.transfers.release_slot(slot)
+
+    def release_slots(self) -> None:
+        """Release the plan's slots that are left: nothing uses the model any more."""
+        for slot in self._slots.values():
+            if not slot.released:
+                self._residency.transfers.release_slot(slot)
 
     # Slots and home slots.
 

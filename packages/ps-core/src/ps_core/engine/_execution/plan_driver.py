@@ -156,6 +156,10 @@ class PlanDriver:
             self._executor.abandon()
         return None
 
+    def release_slots(self) -> None:
+        """Release the plan's slots that are left: nothing uses the model any more."""
+        self._executor.release_slots()
+
     # Issuing.
 
     def _issue(self, moment: PlannedMoment | None) -> None:

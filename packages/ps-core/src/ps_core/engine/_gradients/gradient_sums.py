@@ -66,6 +66,16 @@ class GradientSums:
             self.unplanned = True
         return chunk
 
+    def free_unused(self) -> None:
+        """Release the accumulators that no plan contains and that hold no gradient."""
+        for group in self._residency.groups:
+            chunk = group.chunks.get(Kind.ACC)
+            if chunk is None or chunk.planned:
+                continue
+            if not any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
+                self._residency.transfers.release_slot(chunk.home)
+                del group.chunks[Kind.ACC]
+
     def add(self, record: ParamState, gradient: torch.Tensor) -> None:
         """Add a gradient, wherever its tensor is, to the parameter's sum; the first one begins the sum."""
         chunk = self.accumulator(record.group)

@@ -57,6 +57,11 @@ class Slot:
     work: WorkEvent | None = None
     """The end of the worker's work on this slot; None: that is known to be over."""
 
+    @property
+    def released(self) -> bool:
+        """Return True if the slot has no memory any more."""
+        return self.bytes > self.memory.numel()
+
     def clear(self) -> None:
         """Note that the slot holds nothing."""
         self.extent, self.version, self.work = None, -1, None

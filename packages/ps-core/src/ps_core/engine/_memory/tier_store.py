@@ -297,7 +297,7 @@ class Arena:
         self._slots.remove(slot)
 
     def shift(self, slot: Slot, offset: int, queue: Queue) -> None:
-        """Move a slot and its bytes to another address; the two ranges may overlap."""
+        """Move a slot and its bytes to another address; the two ranges may overlap, but no other slot."""
         target, views = self._window(offset, slot.bytes)  # of all this, only that may fail
         self._slots.remove(slot)
         old, slot.offset = slot.offset, offset

@@ -95,15 +95,7 @@ class OnDemandStepper:
 
     def free_sums(self) -> None:
         """Release the accumulators that no plan contains."""
-        for group in self._groups:
-            chunk = group.chunks.get(Kind.ACC)
-            if (
-                chunk is not None
-                and not chunk.planned
-                and not any(r.gradient is GradientPlace.IN_ACCUMULATOR for r in group.tensors)
-            ):
-                self._residency.transfers.release_slot(chunk.home)
-                del group.chunks[Kind.ACC]
+        self._gradients.sums.free_unused()
 
     def before_gradient(self, records: Sequence[ParamState]) -> None:
         """Do nothing: the user may read what backward left."""

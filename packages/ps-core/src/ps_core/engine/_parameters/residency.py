@@ -182,7 +182,8 @@ class Residency:
         """Release the home slot and the copies of every chunk of a group that is not used any more."""
         for chunk in group.chunks.values():
             for slot in (chunk.home, *chunk.copies.values()):
-                self.transfers.release_slot(slot)
+                if not slot.released:  # as a home slot is that a plan lends
+                    self.transfers.release_slot(slot)
         group.chunks.clear()
 
     def free_common(self, group: ParamGroup) -> None:

@@ -1,0 +1,113 @@
+"""An exception that is kept holds a pass's memory; once it is dropped, training goes on under the same tight budget."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from _runs import let_go
+from _states import masters_of
+from ps_core import Adam, Budget, DoesNotFit
+from ps_core.engine import chunked
+from ps_core.engine._execution.hooks import hooks_of
+
+BUDGETS = [
+    *((20480, host) for host in range(58000, 70000, 2000)),  # the plan lends home slots
+    *((device, 58000) for device in (20736, 21000, 22000)),  # it has hardly a byte to spare on either tier
+]
+
+
+class Block(nn.Module):
+    """Two layers in one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.part = nn.Linear(32, 32), nn.Linear(4, 32, bias=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + torch.tanh(self.whole(values)) + self.part(values[..., :4])
+
+
+class Training:
+    """Steps of one model, all alike."""
+
+    def __init__(self, device: int | str, host: int | str) -> None:
+        torch.manual_seed(0)
+        blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.last: Any = blocks[3].part
+        self.model, self.optimizer = chunked(
+            blocks, Adam(lr=1e-2), precision="bf16", budget=Budget(device=device, host=host), device="emulated"
+        )
+        self.values = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
+        self.steps = 0
+
+    def step(self) -> None:
+        self.model(self.values).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+
+    def break_off(self) -> BaseException:
+        """The exception of a step whose last layer raises; it holds what the forward pass had."""
+
+        def fail(*args: Any) -> None:
+            raise ValueError("told to")
+
+        hook = self.last.register_forward_hook(fail)
+        try:
+            self.step()
+        except ValueError as error:
+            return error
+        finally:
+            hook.remove()
+        raise AssertionError("the hook raises")
+
+    def masters(self) -> list[Tensor]:
+        return list(masters_of(self.optimizer.state_dict(masters=True)).values())
+
+
+@pytest.mark.parametrize(("device", "host"), BUDGETS)
+def test_training_goes_on_once_the_exception_is_dropped(device: int, host: int) -> None:
+    training = Training(device, host)
+    for _ in range(3):
+        training.step()
+    kept = [training.break_off()]
+    training.optimizer.zero_grad()
+    with suppress(DoesNotFit):
+        training.step()
+    kept.clear()
+    gc.collect()
+    training.optimizer.zero_grad()
+    for _ in range(3):
+        training.step()
+    roomy = Training("16MiB", "16MiB")
+    while roomy.steps < training.steps:
+        roomy.step()
+    for found, expected in zip(training.masters(), roomy.masters(), strict=True):
+        assert torch.equal(found, expected)
+    let_go(training.model)
+    let_go(roomy.model)
+
+
+@pytest.mark.parametrize(("device", "host"), BUDGETS)
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_model_dropped_then_gives_back_all_memory(device: int, host: int) -> None:
+    training = Training(device, host)
+    for _ in range(3):
+        training.step()
+    kept = [training.break_off()]
+    training.optimizer.zero_grad()
+    with suppress(DoesNotFit):
+        training.step()
+    store, gone = hooks_of(training.model).engine.store, weakref.ref(training.model)
+    del training
+    kept.clear()
+    gc.collect()
+    assert gone() is None
+    assert store.ledger.used_bytes == [0, 0]
