@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in __all__
 
@@ -125,7 +127,11 @@ class Residency:
         if self._other_current_slots(chunk, slot):
             chunk.invalidate(slot)
         elif record.group.weight is Kind.P16 and record.group.trainable and record.contents is SlotContents.WEIGHT:
-            self.rebuild(record.group, [record])
+            written, master = self.sides(record, slot)  # in place: a plan may lend the home slot just now
+            assert master is not None, "16-bit weights that are trained have one"
+            queue = Queue.CPU if slot.tier else Queue.COMPUTE
+            undo = partial(written.copy_, master)
+            self.transfers.do_now(queue, f"undo changes of {record.name}", (master,), (written,), undo)
 
     def _other_current_slots(self, chunk: Chunk, slot: Slot) -> list[Slot]:
         return [
