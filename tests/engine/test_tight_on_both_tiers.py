@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from _runs import let_go
 from _states import masters_of
 from ps_core import Adam, Budget, DoesNotFit, UnsupportedParameter
-from ps_core.engine import chunked
+from ps_core.engine import chunked, statistics
 from ps_core.engine._execution.hooks import hooks_of
 
 BUDGETS = [
@@ -40,12 +40,13 @@ class Block(nn.Module):
 class Training:
     """Steps of one model, all alike."""
 
-    def __init__(self, device: int | str, host: int | str) -> None:
+    def __init__(self, device: int | str, host: int | str, precision: str = "bf16") -> None:
+        self.precision = precision
         torch.manual_seed(0)
         blocks = nn.Sequential(*(Block() for _ in range(4)))
         self.blocks: Any = blocks
         self.model, self.optimizer = chunked(
-            blocks, Adam(lr=1e-2), precision="bf16", budget=Budget(device=device, host=host), device="emulated"
+            blocks, Adam(lr=1e-2), precision=precision, budget=Budget(device=device, host=host), device="emulated"
         )
         self.values = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
         self.steps = 0
@@ -73,7 +74,7 @@ class Training:
 
     def check(self) -> None:
         """Masters are those of as many steps with room for everything."""
-        roomy = Training("16MiB", "16MiB")
+        roomy = Training("16MiB", "16MiB", self.precision)
         while roomy.steps < self.steps:
             roomy.step()
         for found, expected in zip(self.masters(), roomy.masters(), strict=True):
@@ -132,5 +133,24 @@ def test_a_weight_changed_in_forward_is_refused_and_restored(device: int, host: 
     training.blocks[block].clamps = False
     training.optimizer.zero_grad()
     training.step()
+    training.check()
+    let_go(training.model)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "batch"), [(36000, "fp32", 16), (36000, "fp32", 32), (22000, "bf16", 32)]
+)
+def test_what_pytorch_keeps_of_a_backward_that_raised_is_freed(device: int, precision: str, batch: int) -> None:
+    """Its queue keeps branches of the graph until the next backward pass, in which nothing else would fit."""
+    training = Training(device, 70000, precision)
+    for _ in range(3):
+        training.step()
+    with pytest.raises(DoesNotFit):
+        training.model(torch.randn(batch, 32)).square().mean().backward()
+    training.optimizer.zero_grad()
+    left = statistics(training.model)
+    for _ in range(2):
+        training.step()
+    assert statistics(training.model).planned_passes == left.planned_passes + 2
     training.check()
     let_go(training.model)

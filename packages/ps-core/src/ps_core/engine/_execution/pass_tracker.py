@@ -33,7 +33,7 @@ from ps_core.engine._parameters.errors import (
     whole_table,
 )
 from ps_core.engine._parameters.param_state import HOST, ParamGroup, ParamState
-from ps_core.engine._parameters.saved_tensors import recomputing
+from ps_core.engine._parameters.saved_tensors import free_broken_backward, recomputing
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
 from ps_core.engine._tracing.batch_shape import tensors_of
@@ -122,11 +122,13 @@ class PassTracker:
 
         The inputs were made while the pass was open, and are not counted.
         """
+        recording = self.recording
         if torch._C._current_graph_task_id() == -1:
+            if recording is not None and (self._task != -1 or _has_saved(self._records)):
+                free_broken_backward()
             self._task = -1  # even if an earlier backward pass broke off
             if self.deferred is not None:
                 self._run_deferred_collectives()
-        recording = self.recording
         if recording is not None:
             unfinished = self.current is not None and self.current.backward
             if unfinished or not _has_saved(self._records):

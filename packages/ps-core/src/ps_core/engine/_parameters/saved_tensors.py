@@ -20,6 +20,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
+from ps_core.engine._devices.hide_from_modes import hidden_from_modes
 from ps_core.engine._memory.chunk import SlotView
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.interrupts import defer_interrupts
@@ -174,3 +175,13 @@ def recomputing() -> bool:
     """Return True while non-reentrant checkpointing repeats a forward, within its backward pass."""
     pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return pair is not None and getattr(pair[0], "__qualname__", "").startswith("_recomputation_hook")
+
+
+@hidden_from_modes
+def free_broken_backward() -> None:
+    """Free what PyTorch keeps of a backward pass of this thread that raised an exception.
+
+    The thread's queue of nodes keeps the rest of the graph, with its activations, until the next backward pass begins.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
