@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ps_core._errors import InvalidInput
+from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._parameters.errors import changed_in_place
@@ -96,7 +96,14 @@ def return_parameters(engine: Engine, model: nn.Module | None, remove_hooks: Cal
     failure = None if worker is None else worker.forget_failure()
     read = engine.read if failure is None else engine.read_master
     engine.saved.pop_to(0)  # whatever an interrupt left
-    engine.finish_pass()
+    engine.gradients.forgets = True
+    try:
+        engine.finish_pass()
+    except DoesNotFit:  # the sums that other ranks wait for take memory, too
+        engine.store.lift_budget()
+        engine.finish_pass()
+    finally:
+        engine.gradients.forgets = False
     engine.stepping.end()
     if engine.speculation is not None:
         engine.speculation.free()

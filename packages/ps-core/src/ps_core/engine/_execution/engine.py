@@ -238,19 +238,14 @@ class Engine:
         """Forget the gradients of these, or of all."""
         if records is None and self.stepping.groups:
             self.stepping.check_discard()
-        if self.together is not None:
-            self._end_forward_without_backward()
         chosen = list(records) if records is not None else self.records
-        with torch._C.DisableTorchFunctionSubclass():
-            for record in chosen:
-                record.parameter.grad = None  # autograd's own, if a hook before ours failed
-                record.dropped, record.staged_factor = False, None
+        self.gradients.forgets = records is None
+        try:
+            self._end_pass_of(chosen)
+        finally:
+            self.gradients.forgets = False
         if records is None and self.tables.pending:
             self.tables.forget()
-        moment = self.passes.current
-        found = [record for record in chosen if record.gradient is not GradientPlace.NONE]
-        if moment is None or moment.backward or self.resident or found:
-            self.finish_pass()  # else a forward pass is on, whose gradients are still to come
         with torch.no_grad():
             if self.together is not None:
                 self.gradients.forget_left_over(chosen)
@@ -259,6 +254,19 @@ class Engine:
                 self.gradients.discard(found)
             if self.gradients.sums.unplanned:
                 self.gradients.sums.free_unused()
+
+    def _end_pass_of(self, chosen: list[ParamState]) -> None:
+        """End the pass in which gradients of these parameters may still come, unless that is a forward pass."""
+        if self.together is not None:
+            self._end_forward_without_backward()
+        with torch._C.DisableTorchFunctionSubclass():
+            for record in chosen:
+                record.parameter.grad = None  # autograd's own, if a hook before ours failed
+                record.dropped, record.staged_factor = False, None
+        moment = self.passes.current
+        found = [record for record in chosen if record.gradient is not GradientPlace.NONE]
+        if moment is None or moment.backward or self.resident or found:
+            self.finish_pass()  # else a forward pass is on, whose gradients are still to come
 
     @defer_interrupts
     def step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> Outcome:

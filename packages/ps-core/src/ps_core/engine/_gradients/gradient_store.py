@@ -58,6 +58,8 @@ class GradientStore:
         self._one_tier = residency.store.resident
         self.left_over: dict[tuple[int, ParamState], Slot] = {}
         """Gradients that no sum over ranks takes before the step, in host memory; by the pass since the last step."""
+        self.forgets = False
+        """True while all gradients are about to be forgotten: sums over ranks that still come are not stored."""
         self.pending: dict[ParamState, None] = {}
         """Parameters whose gradients are to overwrite their weights later; some may have moved since."""
         self.sums = GradientSums(residency, self._tier_of_sums)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from dataclasses import replace
 from operator import attrgetter
 
 import torch
@@ -27,6 +28,7 @@ POISON = 0xFF
 """The byte that fills freed memory on request: not-a-number in every precision."""
 
 _OFFSET = attrgetter("offset")
+_NO_LIMIT_BYTES = 2**62
 _PIECE_BYTES = 2**20
 """Bytes that `Arena.shift` copies at a time, through other memory."""
 
@@ -255,6 +257,11 @@ class TierStore:
                 'multiprocessing.get_context("spawn"), or hand them what they need as plain tensors'
             )
 
+    def lift_budget(self) -> None:
+        """Allow any number of bytes, for what has to be done before a model that does not fit is released."""
+        self.tiers = tuple(replace(tier, capacity_bytes=_NO_LIMIT_BYTES) for tier in self.tiers)
+        self.arena.lift_budget()
+
     def close(self) -> None:
         """Release all memory; every slot was released before, and none is reserved any more."""
         self.free_spare()
@@ -378,6 +385,10 @@ class Arena:
             if start < end:
                 self._device.trim(self._memory[start:end])
             start = start if slot is None else max(start, slot.offset + slot.bytes)
+
+    def lift_budget(self) -> None:
+        """Allow any address; slots beyond the end of the block have memory of their own."""
+        self._capacity_bytes = _NO_LIMIT_BYTES
 
     def close(self) -> None:
         """Release the block."""

@@ -145,15 +145,23 @@ class ShardedGradients(GradientStore):
 
     def direct_target(self, group: ParamGroup) -> Slot | None:
         """Return the slot on the compute tier that the sum over ranks may go to directly; None: there is none."""
-        chunk = self._empty(group)
+        chunk = None if self.forgets else self._empty(group)
         if chunk is None or chunk.home.tier:
             return None
         if self._goes_over(group):
             self.lose_weight(group)
         return chunk.home
 
+    def make_room_for_sum(self, group: ParamGroup) -> None:
+        """Reserve what `accept_sum` adds to; if memory is short, raise before other ranks take part in the sum."""
+        if not self.forgets and self._empty(group) is None:
+            self.restore_weights(group)
+            self.sums.accumulator(group)
+
     def accept_sum(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
         """Store the sum over ranks of this shard, which lies in a slot of the compute tier."""
+        if self.forgets:
+            return  # the parameters stay as those whose sums broke off
         chunk = self._empty(group)
         if chunk is None:
             self._add(group, records, slot)

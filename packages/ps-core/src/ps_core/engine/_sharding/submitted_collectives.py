@@ -146,6 +146,7 @@ class CollectiveQueue:
         try:
             for record in records:
                 sums.expect(record)
+            sums.make_room_for_sum(group)
             direct = sums.direct_target(group)
             target = direct or take(numel * kind.itemsize)
         except BaseException:
