@@ -290,7 +290,17 @@ def _get_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: An
 def _set_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> None:
     value = args[1]
     if value is not parameter:
-        parameter._refuse(f"given other data ({tuple(value.shape)}, {value.dtype}, {value.device})", _OTHER_DATA)
+        suggestion = _OTHER_DATA
+        if value.dtype is torch.float32 and value.dtype is not parameter._record.dtype:
+            pattern = _pattern(parameter._record.name)
+            suggestion += f"; if the model's forward does this, give chunked options=Options(keep_fp32=({pattern!r},))"
+        parameter._refuse(f"given other data ({tuple(value.shape)}, {value.dtype}, {value.device})", suggestion)
+
+
+def _pattern(name: str) -> str:
+    """Return a pattern of names of parameters that all layers call alike, as ``*router.classifier.*``; or the name."""
+    tail = name.split(".")[-3:-1]
+    return f"*{'.'.join(tail)}.*" if len(tail) == 2 and not any(map(str.isdigit, tail)) else name
 
 
 def _is_leaf(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> bool:
