@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import _refusals_programs  # noqa: F401 - its cases
 import _refusals_values  # noqa: F401 - its cases
 import ps_core.engine
 from _refusals import CASES, IDS, X, case, manage_and_train, managed, net, refused, train

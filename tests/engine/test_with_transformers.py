@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from _hugging_face import HOST, batch, llama
 from _reference import Make, Settings
 from _runs import check_under_the_tightest_budget, managed
-from ps_core import AdamW, Budget, PatrickStarError
-from ps_core.engine import statistics
+from ps_core import AdamW, Budget, Options, PatrickStarError, UnsupportedParameter
+from ps_core.engine import chunked, release, statistics
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # it renames what switches checkpointing on
@@ -100,3 +101,32 @@ def test_parts_of_the_model_may_be_called() -> None:
         return logs
 
     check_under_the_tightest_budget(train, Settings(precision="fp32"))
+
+
+def test_a_router_that_casts_its_weight_and_the_remedy_that_the_refusal_names() -> None:
+    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+
+    layers = {"num_layers": 2, "num_decoder_layers": 2, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_experts": 4, "vocab_size": 64}
+    config = SwitchTransformersConfig(**layers, **sizes, decoder_start_token_id=0)
+    tokens = batch(0)["input_ids"]
+
+    def step(options: Options) -> None:
+        torch.manual_seed(0)
+        budget = Budget(device="384KiB", host=HOST)
+        made = SwitchTransformersForConditionalGeneration(config)
+        model, optimizer = chunked(made, SPEC, device="emulated", budget=budget, precision="bf16", options=options)
+        try:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            assert not optimizer.last_skipped
+        finally:
+            release(model)
+
+    with pytest.raises(
+        UnsupportedParameter, match=r"router\.classifier\.weight' is under .* given other data"
+    ) as caught:
+        step(Options())
+    named = re.search(r"options=Options\(keep_fp32=\('(.*)',\)\)", str(caught.value))
+    assert named is not None
+    step(Options(keep_fp32=(named[1],)))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ps_core._errors import InvalidInput, UnsupportedParameter
+from ps_core._errors import InvalidInput
 from ps_core.engine._execution.compiled_blocks import OPTIMIZED_MODULE, CompiledBlocks
 from ps_core.engine._execution.driver_protocols import Scheduler
 from ps_core.engine._execution.end_management import ModelLifetime, return_parameters
@@ -24,12 +24,22 @@ from ps_core.engine._execution.parameters_added_later import take_in, train_froz
 from ps_core.engine._execution.pass_threads import FORWARD
 from ps_core.engine._execution.state_dict import StateDictHooks, no_copies
 from ps_core.engine._parameters.grouping import FLOATS, Grouping
-from ps_core.engine._parameters.managed_parameter import ManagedParameter, is_ordinary_for_a_block
+from ps_core.engine._parameters.managed_parameter import LEAVES, ManagedParameter, is_ordinary_for_a_block
+from ps_core.engine._parameters.other_tensor_classes import FetchFirst, has_other_classes
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.saved_tensors import recomputing
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing
 from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, ModuleCallWrapper
+from ps_core.engine._support.refuse_programs import (
+    FAKE,
+    PROXY,
+    check_call,
+    mode_of_kind,
+    not_a_program,
+    tracing_state,
+    transforms,
+)
 
 _CAST = (*FLOATS, torch.float64)
 """Types of inputs that are cast to the model's precision."""
@@ -87,7 +97,7 @@ class ModelHooks:
         model = self._model()
         assert model is not None, "it is being put under management"
         self._owner_ids, self._parameters, _ = _look_at(model)
-        self._around = ModuleCallWrapper(model, self._run)
+        self._around = ModuleCallWrapper(model, self._run, self._before_script)
         self._blocks.refresh(model)
         self.state_dict_hooks.install()
         hang = self._handles.append  # store each handle at once: a later registration may fail
@@ -127,15 +137,15 @@ class ModelHooks:
         """Run the root module's call within a pass."""
         model = self._model()
         assert model is not None, "it is being called"
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise UnsupportedParameter(
-                f"this {self.name} is under management and cannot run inside torch.func transforms, which "
-                "would read parameters that are not there: release(model) first"
-            )
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            raise UnsupportedParameter(
-                f"this {self.name} is under management and cannot run on fake tensors: release(model) first"
-            )
+        if (
+            transforms() is not None
+            or mode_of_kind(FAKE) is not None
+            or mode_of_kind(PROXY) is not None
+            or tracing_state() is not None
+        ):
+            if self.engine.usability.materializing:
+                return self._call(call, args, kwargs)
+            check_call(self.name)
         threads, me = self.engine.passes.threads, get_ident()
         nested = self._running and threads.inside.get(FORWARD) == me
         try:
@@ -160,6 +170,10 @@ class ModelHooks:
         finally:
             if not nested and threads.inside.get(FORWARD) == me:
                 del threads.inside[FORWARD]
+
+    def _before_script(self) -> None:
+        if not self.engine.usability.materializing:
+            raise not_a_program()
 
     @defer_interrupts
     def _enter(self, model: nn.Module) -> None:
@@ -186,6 +200,10 @@ class ModelHooks:
         """Call the module with inputs cast to the precision, within the pass, so that their bytes are counted."""
         if self._cast is not None:
             args, kwargs = _cast(args, self._cast), _cast(kwargs, self._cast)
+        plain = LEAVES.issuperset(map(type, args)) and LEAVES.issuperset(map(type, kwargs.values()))
+        if not plain and has_other_classes((*args, *kwargs.values())):
+            with FetchFirst():
+                return call(*args, **kwargs)
         return call(*args, **kwargs)
 
     def _check_parameters(self, model: nn.Module) -> bool:

@@ -155,9 +155,9 @@ class PlanScheduler:
         """Return the shape of a call's arguments; usually they are as in the call before."""
         key: list[Any] = []
         for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not value.is_nested:
                 key.append((value.shape, value.dtype))
-            elif isinstance(value, dict | list | tuple):
+            elif isinstance(value, torch.Tensor | dict | list | tuple):
                 return batch_of(args, kwargs)
         if key != self._seen[0]:
             self._seen = key, batch_of(args, kwargs)

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from ps_core._errors import UnsupportedParameter
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.calling_code import calling_code
+from ps_core.engine._support.refuse_programs import not_a_program, tracing_state
 
 Function = Callable[..., Any]
 
@@ -62,7 +63,7 @@ def _methods(*names: str) -> set[Function]:
 
 _PLAIN = frozenset(
     _getters(
-        *("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "_version", "output_nr"),
+        *("shape", "dtype", "device", "requires_grad", "grad_fn", "ndim", "layout", "_version", "output_nr"),
         *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps"),
         *("itemsize", "nbytes", "retains_grad", "grad_dtype", "_backward_hooks", "_post_accumulate_grad_hooks"),
     )
@@ -82,6 +83,9 @@ _PLAIN = frozenset(
 )
 """Functions that need no memory: a parameter that is elsewhere has the right shape, type and device."""
 
+_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)
+"""Functions that are given a parameter's edge in the graph in its place."""
+
 _STRIDED = frozenset(_methods("stride", "is_contiguous", "storage_offset"))
 """Functions that are answered for the memory that a parameter has on the compute tier."""
 
@@ -94,7 +98,7 @@ OPENING = frozenset(
 )
 """Functions that return the memory itself: writes there may bypass PyTorch's version counter."""
 
-_LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None), torch.Size})
+LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None), torch.Size})
 """Types of most arguments that cannot contain a parameter."""
 _NESTS = (list, tuple, dict)
 
@@ -103,6 +107,7 @@ _SET_GRAD = _descriptor("grad").__set__
 _DEL_GRAD = _descriptor("grad").__delete__
 _GET_DATA = _descriptor("data").__get__
 _SET_DATA = _descriptor("data").__set__
+_GET_IS_LEAF = _descriptor("is_leaf").__get__
 
 
 class _CompiledWhole(UnsupportedParameter, AssertionError):
@@ -130,6 +135,8 @@ class ManagedParameter(nn.Parameter):
                 "a compiled model or function read a parameter that is under management, whose memory comes and goes: "
                 "compile the model's blocks instead, before or after: `for block in model.layers: block.compile()`"
             )
+        if tracing_state() is not None:
+            raise not_a_program()
         if func in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -144,7 +151,7 @@ class ManagedParameter(nn.Parameter):
         if not found:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in (torch.autograd.grad, torch.autograd.backward):
+        if func in _AUTOGRAD:
             return func(*_as_edges(args), **dict(zip(kwargs, _as_edges(kwargs.values()), strict=True)))
         first = found[0]
         if args and args[0] is first:
@@ -154,7 +161,14 @@ class ManagedParameter(nn.Parameter):
         if changes_in_place(func):
             for target in managed((args[0],) if args else kwargs.values()):
                 return target._owner.overwrite(target._record, func, args)
-        return _call(found, func, args, kwargs)
+        return call_fetched(found, func, args, kwargs)
+
+    @staticmethod
+    def answers(func: Function, args: Any) -> bool:
+        """Return True for a function that needs no memory, or that the class itself answers or refuses."""
+        if func in _PLAIN or func in _AUTOGRAD:
+            return True
+        return bool(args) and type(args[0]) is ManagedParameter and (func in _SPECIAL or changes_in_place(func))
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self._refuse(
@@ -187,7 +201,7 @@ def managed(values: Iterable[Any]) -> list[ManagedParameter]:
         kind = type(value)
         if kind is ManagedParameter:
             found.append(value)
-        elif kind not in _LEAVES and isinstance(value, _NESTS):
+        elif kind not in LEAVES and isinstance(value, _NESTS):
             found += managed(value.values() if isinstance(value, dict) else value)
     if len(found) == 2 and found[0] is not found[1]:
         return found
@@ -216,7 +230,8 @@ def changes_in_place(func: Function) -> bool:
     return name.endswith("_")
 
 
-def _call(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any) -> Any:
+def call_fetched(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any) -> Any:
+    """Fetch the parameters that were found among a function's arguments, and call it."""
     owner, records = found[0]._owner, []
     for parameter in found:
         if parameter._owner is not owner:
@@ -275,7 +290,25 @@ def _get_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: An
 def _set_data(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> None:
     value = args[1]
     if value is not parameter:
-        parameter._refuse(f"given other data ({tuple(value.shape)}, {value.dtype}, {value.device})", _OTHER_DATA)
+        suggestion = _OTHER_DATA
+        if value.dtype is torch.float32 and value.dtype is not parameter._record.dtype:
+            pattern = _pattern(parameter._record.name)
+            suggestion += f"; if the model's forward does this, give chunked options=Options(keep_fp32=({pattern!r},))"
+        parameter._refuse(f"given other data ({tuple(value.shape)}, {value.dtype}, {value.device})", suggestion)
+
+
+def _pattern(name: str) -> str:
+    """Return a pattern of names of parameters that all layers call alike, as ``*router.classifier.*``; or the name."""
+    tail = name.split(".")[-3:-1]
+    return f"*{'.'.join(tail)}.*" if len(tail) == 2 and not any(map(str.isdigit, tail)) else name
+
+
+def _is_leaf(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> bool:
+    if calling_code() is nn.Module._apply.__code__:  # it asks before it puts another parameter in this one's place
+        parameter._refuse(
+            "replaced by a parameter elsewhere, as model.to(...) or model.to_empty(...) would", _OTHER_DATA
+        )
+    return True
 
 
 def _detach(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
@@ -285,7 +318,14 @@ def _detach(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any)
             "release(model), register what is to be registered, and call chunked again",
         )
     copy = parameter._owner.detached(parameter._record)
-    return _call([parameter], func, args, kwargs) if copy is None else copy
+    return call_fetched([parameter], func, args, kwargs) if copy is None else copy
+
+
+def _share(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> NoReturn:
+    parameter._refuse(
+        "put in shared memory by share_memory()",
+        "release(model) first, or share a copy.deepcopy(model) from inside materialized(model)",
+    )
 
 
 def _strided(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
@@ -300,7 +340,9 @@ _SPECIAL: dict[Function, Callable[[ManagedParameter, Function, Any, Any], Any]] 
     _DEL_GRAD: _set_grad,
     _GET_DATA: _get_data,
     _SET_DATA: _set_data,
+    _GET_IS_LEAF: _is_leaf,
     torch.Tensor.detach: _detach,
+    torch.Tensor.share_memory_: _share,
     **dict.fromkeys(_STRIDED, _strided),
 }
 

@@ -112,7 +112,7 @@ class SavedTensors:
         pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if pair is None or pair[0] == self.pack:
             return AliasPolicy.NONE
-        return AliasPolicy.FROZEN if getattr(pair[0], "__module__", "") == checkpoint.__name__ else AliasPolicy.ALL
+        return AliasPolicy.FROZEN if in_checkpoint() else AliasPolicy.ALL
 
     @defer_interrupts
     def pop_to(self, depth: int) -> None:
@@ -169,6 +169,12 @@ def _was_stepped(record: ParamState) -> RuntimeError:
 def active() -> bool:
     """Return True if any pair of saved-tensor hooks is active."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def in_checkpoint() -> bool:
+    """Return True if the active pair of saved-tensor hooks is that of PyTorch's checkpointing."""
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return pair is not None and getattr(pair[0], "__module__", "") == checkpoint.__name__
 
 
 def recomputing() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -20,9 +20,15 @@ COMPILED_CALL_ATTRIBUTE = "_compiled_call_impl"
 class ModuleCallWrapper:
     """Wrap one module's calls until it is removed."""
 
-    def __init__(self, module: nn.Module, around: Callable[[Call, Any, Mapping[str, Any]], Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        around: Callable[[Call, Any, Mapping[str, Any]], Any],
+        before_script: Callable[[], None] | None = None,
+    ) -> None:
+        """Wrap the calls in ``around``; ``before_script`` may raise when ``torch.jit`` is to compile the module."""
         self._module = weakref.ref(module)
-        self.around = around
+        self.around, self._before_script = around, before_script
         self._compiled: Call | None = compiled_call(module)
         setattr(module, COMPILED_CALL_ATTRIBUTE, self)
 
@@ -34,6 +40,13 @@ class ModuleCallWrapper:
             assert module is not None, "it is being called"
             call = module._call_impl
         return self.around(call, args, kwargs)
+
+    @property
+    def _torchscript_modifier(self) -> NoReturn:
+        """Call ``before_script``: ``torch.jit`` asks every callable attribute of a module for this first."""
+        if self._before_script is not None:
+            self._before_script()
+        raise AttributeError("_torchscript_modifier")
 
     @property
     def in_place(self) -> bool:

@@ -43,8 +43,18 @@ class BatchShape:
 def batch_of(args: Any, kwargs: Any) -> BatchShape:
     """Return the shape of a call's arguments."""
     tensors = list(tensors_of((args, kwargs)))
-    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    return BatchShape(shapes, max((_tokens(tensor) for tensor in tensors), default=0))
+    shapes = tuple(map(_shape, tensors))
+    return BatchShape(shapes, max(map(_tokens, tensors, shapes), default=0))
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape; of a nested one its elements, its number of parts, and the largest size in each
+    dimension of a part.
+    """
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    parts = tensor.detach().unbind()
+    return sum(part.numel() for part in parts), len(parts), *map(max, zip(*(part.shape for part in parts), strict=True))
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -95,11 +105,12 @@ def _described_module(module: nn.Module) -> str:
     return f"{type(module).__qualname__} {plain} {buffers}"
 
 
-def _tokens(tensor: torch.Tensor) -> int:
+def _tokens(tensor: torch.Tensor, shape: tuple[int, ...]) -> int:
     """Estimate how many rows pass through the model's matrices."""
-    if not tensor.is_floating_point() or tensor.dim() == 0:
-        return tensor.numel()
-    return tensor.numel() // max(1, tensor.shape[-1])
+    numel = shape[0] if tensor.is_nested else tensor.numel()
+    if not tensor.is_floating_point() or not shape:
+        return numel
+    return numel // max(1, shape[-1])
 
 
 def within_a_module() -> bool:
