@@ -23,7 +23,7 @@ from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
 from ps_core.engine._gradients.user_gradients import UserGradients
 from ps_core.engine._memory.activation_slots import ActivationSlots
-from ps_core.engine._optim.group_step import SettingsOf, StepDecision, StepDecisions
+from ps_core.engine._optim.group_step import SettingsOf, StepDecision, StepDecisions, warn_skipped
 from ps_core.engine._optim.settings import Outcome
 from ps_core.engine._parameters.errors import changed_in_place, not_trained
 from ps_core.engine._parameters.fp32_masters import Masters
@@ -307,6 +307,8 @@ class Engine:
                 self.speculation.note_decision(settings, None if decision.skip else decision.factor)
             if decision.skip:
                 self.stepping.check_skip()
+                if loss_scale == 1.0 and (self.together is None or self.together.process == 0):  # else it is the scale
+                    warn_skipped(decision, self.counters.steps + 1, self.counters.skipped + 1)
                 self.gradients.discard(pending)
             elif not self.passes.scheduler.step(settings, decision.factor):
                 self.updater.step(settings, decision.factor)

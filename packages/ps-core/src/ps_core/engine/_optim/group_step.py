@@ -28,6 +28,7 @@ from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._optim.settings import Progress, Scalars, StepSettings
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
+from ps_core.engine._support.log import warn
 
 SettingsOf = Callable[[ParamState], StepSettings]
 _DEVICE = attrgetter("device")
@@ -239,17 +240,33 @@ class StepDecision:
     skip: bool
     factor: float
     """The factor that undoes the loss scale and clips."""
+    broken: tuple[str, ...] = ()
+    """Names of the parameters whose gradients are not finite."""
+
+
+def warn_skipped(decision: StepDecision, step: int, skipped: int) -> None:
+    """Warn of a step that changes nothing; of many such steps of the first, the second, the fourth and so on."""
+    if skipped & (skipped - 1):
+        return
+    first, *others = decision.broken or ("",)
+    what = f"the gradient of {first!r} is not finite" if first else "the norm of all gradients is not finite"
+    also = f" ({len(others)} more are not, either)" if others else ""
+    warn(
+        f"step {step} changes no parameter: {what}{also}; {skipped} of {step} steps were such. "
+        "To find where it begins: torch.autograd.set_detect_anomaly(True)"
+    )
 
 
 def decide(records: list[ParamState], parts: list[torch.Tensor], max_norm: float | None, scale: float) -> StepDecision:
     """Compute the global norm, and return whether to skip the step and the factor for gradients."""
-    total, finite = 0.0, True
+    total, broken = 0.0, list[str]()
     for record, (squares, flag) in zip(records, numbers(parts), strict=True):
         total += squares * record.factor**2
-        finite = finite and not flag
+        if flag:
+            broken.append(record.name)
     norm = math.sqrt(total) / scale if total >= 0 else math.nan
-    if not finite or not math.isfinite(norm):
-        return StepDecision(norm if finite else math.inf, True, 0.0)
+    if broken or not math.isfinite(norm):
+        return StepDecision(math.inf if broken else norm, True, 0.0, tuple(broken))
     return StepDecision(norm, False, clip_factor(norm, max_norm) / scale)
 
 
