@@ -96,14 +96,12 @@ def return_parameters(engine: Engine, model: nn.Module | None, remove_hooks: Cal
     failure = None if worker is None else worker.forget_failure()
     read = engine.read if failure is None else engine.read_master
     engine.saved.pop_to(0)  # whatever an interrupt left
-    engine.gradients.forgets = True
-    try:
-        engine.finish_pass()
-    except DoesNotFit:  # the sums that other ranks wait for take memory, too
-        engine.store.lift_budget()
-        engine.finish_pass()
-    finally:
-        engine.gradients.forgets = False
+    with engine.gradients.forgetting():
+        try:
+            engine.finish_pass()
+        except DoesNotFit:  # the sums that other ranks wait for take memory, too
+            engine.store.lift_budget()
+            engine.finish_pass()
     engine.stepping.end()
     if engine.speculation is not None:
         engine.speculation.free()

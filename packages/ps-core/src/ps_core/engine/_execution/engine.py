@@ -239,11 +239,11 @@ class Engine:
         if records is None and self.stepping.groups:
             self.stepping.check_discard()
         chosen = list(records) if records is not None else self.records
-        self.gradients.forgets = records is None
-        try:
+        if self.together is None or records is not None:
             self._end_pass_of(chosen)
-        finally:
-            self.gradients.forgets = False
+        else:
+            with self.gradients.forgetting():
+                self._end_pass_of(chosen)
         if records is None and self.tables.pending:
             self.tables.forget()
         with torch.no_grad():

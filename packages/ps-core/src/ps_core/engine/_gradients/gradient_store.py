@@ -10,6 +10,7 @@ weight is rebuilt from its master, which is unchanged.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
@@ -59,10 +60,19 @@ class GradientStore:
         self.left_over: dict[tuple[int, ParamState], Slot] = {}
         """Gradients that no sum over ranks takes before the step, in host memory; by the pass since the last step."""
         self.forgets = False
-        """True while all gradients are about to be forgotten: sums over ranks that still come are not stored."""
+        """See `forgetting`."""
         self.pending: dict[ParamState, None] = {}
         """Parameters whose gradients are to overwrite their weights later; some may have moved since."""
         self.sums = GradientSums(residency, self._tier_of_sums)
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Store no sums over ranks in this block: all gradients are forgotten next."""
+        self.forgets = True
+        try:
+            yield
+        finally:
+            self.forgets = False
 
     # Arrival.
 

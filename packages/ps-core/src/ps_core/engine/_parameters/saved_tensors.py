@@ -190,4 +190,4 @@ def free_broken_backward() -> None:
     The thread's queue of nodes keeps the rest of the graph, with its activations, until the next backward pass begins.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
+        torch.autograd.backward(torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True))
