@@ -91,12 +91,10 @@ class CudaDevice:
         self._host = HostPool(partial(runtime.host, pin=pin), self._after_copies)
         self._disk = DiskQueues()
         self._failures = runtime.allocated().failures
-        self._missing_bytes = [0]
         self._cap = AllocatorCap.of(runtime)
         weakref.finalize(self, self._cap.remove, runtime, id(self)).atexit = False
-        runtime.watch_failures(
-            OutOfMemoryObserver(self, self._owned, self._missing_bytes, partial(self._cap.lift, runtime))
-        )
+        self._observer = OutOfMemoryObserver(self, self._owned, partial(self._cap.lift, runtime))
+        runtime.watch_failures(self._observer)
 
     @property
     def runs_here(self) -> bool:
@@ -138,7 +136,11 @@ class CudaDevice:
     def arena(self, size_bytes: int) -> torch.Tensor:
         """Allocate device memory."""
         before = self._runtime.allocated().now
-        memory = self._runtime.empty(size_bytes)
+        try:
+            memory = self._runtime.empty(size_bytes)
+        except torch.OutOfMemoryError as error:
+            self.raise_out_of_memory(error)
+            raise
         taken = max(size_bytes, self._runtime.allocated().now - before)
         self._owned.add(memory, taken)
         ready = self._recorded(Queue.COMPUTE)
@@ -162,12 +164,16 @@ class CudaDevice:
     def take_failed_bytes(self) -> int:
         """Return how many bytes could not be allocated since the last call; at least 1 if memory ran out."""
         failures = self._runtime.allocated().failures
-        missing, self._missing_bytes[0] = self._missing_bytes[0], 0
+        missing = self._observer.take_missing_bytes()
         if failures == self._failures:
             return missing
         self._failures = failures
         self._runtime.release_cached()  # cached memory in small pieces may have been unusable
         return max(1, missing)
+
+    def raise_out_of_memory(self, error: BaseException) -> None:
+        """Raise the engine's own error in place of PyTorch's."""
+        self._observer.raise_named(error)
 
     # The disk.
 
