@@ -22,6 +22,7 @@ from ps_core.engine import chunked, statistics
 from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cuda.device import CudaDevice, cuda_device
 from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker
+from ps_core.engine._devices.disk.file import DiskFile
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 
 CASE = {each.name: each for each in CASES}
@@ -83,6 +84,21 @@ def test_with_a_disk_below(precision: str, tmp_path: Path) -> None:
         assert not differences(plain_one, got)
         (counted,) = got.statistics
         assert min(counted.moved_bytes[link] for link in ("disk->host", "host->disk", "host->device")) > 0
+
+
+def test_threads_that_may_call_cuda_use_the_devices_own_card(tmp_path: Path) -> None:
+    """A new thread would use the first card, and take memory there."""
+    runtime = FakeRuntime()
+    device = CudaDevice(runtime)
+    device.attach(DiskFile(str(tmp_path)))
+    device.worker.launch("nothing", (), (), lambda: None).block()
+    memory = device.host(4096)
+    device.write(device._disk._attached[0].reserve(4096), 0, memory)  # type: ignore[index]
+    device.synchronize()
+    names = {thread.name for thread in device._disk.streams._threads}
+    assert len(names) == 6
+    device.close()
+    assert runtime.adopted == names | {"ps_core worker"}
 
 
 def test_without_waiting_results_are_wrong() -> None:

@@ -89,7 +89,7 @@ class CudaDevice:
         self._timing_events: list[RawEvent] = []
         self._owned = EngineAllocations.of(runtime)
         self._host = HostPool(partial(runtime.host, pin=pin), self._after_copies)
-        self._disk = DiskQueues()
+        self._disk = DiskQueues(runtime.bind_thread)
         self._failures = runtime.allocated().failures
         self._cap = AllocatorCap.of(runtime)
         weakref.finalize(self, self._cap.remove, runtime, id(self)).atexit = False
