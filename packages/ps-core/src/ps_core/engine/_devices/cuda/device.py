@@ -1,10 +1,10 @@
 """Implement `Device` for CUDA: memory, streams and events.
 
 [Note: CUDA streams]
-The compute queue is the stream that PyTorch works on when the engine is called. That stream may change: then the new
-one is made to wait for the old one. Copies in each direction have a stream of their own, made once. The host thread
-knows of their work only after it has waited for an event. An event is reused when no reference to it is left: waiting
-streams remember its recording.
+The compute queue is the stream that PyTorch works on when the engine is called. That stream may change. Then the new
+one is made to wait for the old one, and recorded as a user of the engine's blocks. Copies in each direction have a
+stream of their own, made once. The host thread knows of their work only after it has waited for an event. An event is
+reused when no reference to it is left: waiting streams remember its recording.
 
 The stream of collectives belongs to a thread of its own (see [Note: two threads] in `_sharding.collective_streams`). So
 nothing is remembered of that stream between two calls. Both threads use the unused events and the figures about memory.
@@ -241,6 +241,8 @@ class CudaDevice:
             raw.record(last)
             stream.wait_event(raw)
             self._pool.append(raw)
+            for block in self._owned.blocks():
+                self._runtime.used_by(block, stream)
         return stream
 
     # Events.
