@@ -291,7 +291,7 @@ def sizes(
     end = time.monotonic() + limit_s
     timelines.mkdir(parents=True, exist_ok=True)
     for index, case in enumerate(cases):
-        if (left := end - time.monotonic()) < 30:
+        if (left := end - time.monotonic()) < 60:  # a large model takes that long to build
             break
         told = replace(
             case, machine=str(machine) if machine.is_file() else None, timeline=str(timelines / f"timeline-{index}")
