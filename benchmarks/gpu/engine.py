@@ -75,9 +75,12 @@ SIZES = (
 """Three steps of each, and three that are profiled."""
 COMPARED = (
     Group(limit_s=150.0, cases=(
-        Case(name="engine, 1.3B, all fits", how="engine", device_bytes=40 * GIB, host_bytes=8 * GIB, **B13),
+        Case(name="engine, 1.3B, all fits", how="engine", device_bytes=30 * GIB, host_bytes=8 * GIB, **B13),
         Case(name="bf16 and fp32 masters, 1.3B", how="masters", warm_ups=2, **B13),
-        Case(name="so, nothing recomputed, 1.3B", how="masters", warm_ups=2, checkpoint=False, **B13),
+    )),
+    Group(turns=2, limit_s=100.0, cases=(  # 40 GiB for this one: the three of them do not fit an 80 GB card
+        Case(name="bf16 and fp32 masters, nothing recomputed, 1.3B", how="masters", warm_ups=2, checkpoint=False,
+             **B13),
     )),
     Group(limit_s=150.0, cases=(
         Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, **B13),
@@ -107,7 +110,6 @@ DRY_COMPARED = (
     Group(turns=1, steps=1, limit_s=800.0, cases=(
         Case(name="engine, dry", how="engine", device_bytes=2**22, on="emulated", **SMALL),
         Case(name="bf16 and fp32 masters, dry", how="masters", warm_ups=1, on="cpu", **SMALL),
-        Case(name="so, nothing recomputed, dry", how="masters", warm_ups=1, on="cpu", checkpoint=False, **SMALL),
     )),
 )  # fmt: skip
 LARGEST_HIDDEN = 5120
@@ -289,7 +291,7 @@ def sizes(
     end = time.monotonic() + limit_s
     timelines.mkdir(parents=True, exist_ok=True)
     for index, case in enumerate(cases):
-        if (left := end - time.monotonic()) < 30:
+        if (left := end - time.monotonic()) < 60:  # a large model takes that long to build
             break
         told = replace(
             case, machine=str(machine) if machine.is_file() else None, timeline=str(timelines / f"timeline-{index}")

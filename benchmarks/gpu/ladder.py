@@ -2,7 +2,8 @@
 
 Each rung has a process of its own and a limit in seconds. One that takes longer says where all its threads are, and is
 ended. The first that fails is run once more, with launches that wait and with the stacks of C++; what comes after it is
-not run. ``--dry-run`` runs all of them on the CPU, on the device that the engine's tests play.
+not run. ``--dry-run`` runs all of them on the CPU, on the device that the engine's tests play. Then the first rung has
+a process, and the others share one: reading PyTorch takes longer than most of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -358,38 +360,40 @@ def gpt() -> None:
     shape: dict[str, Any] = {"layers": 12, "hidden": 768, "batch": 4, "length": 512, "on": "cuda"}
     if DRY:
         shape = {"layers": 2, "hidden": 64, "batch": 2, "length": 32, "vocabulary": 128, "on": "emulated"}
-    case = Case(name="GPT", how="engine", device_bytes=(2 if DRY else 1536) * MIB, **shape)
-    losses = []
+    case = Case(name="GPT", how="engine", device_bytes=(2 if DRY else 2048) * MIB, **shape)
+    losses, steps_s = [], []
     for make in (with_engine, with_plain):
         generator, where = torch.Generator().manual_seed(1), torch.device(WHERE)
         training = make(case, where)
-        rows = [turn(training, case, where, 2, generator) for _ in range(3)]
+        rows = [turn(training, case, where, count, generator) for count in (case.warm_ups, 2, 2, 2)]
         losses.append([loss for row in rows for loss in row["losses"]])
-        print(f"{make.__name__}: {rows[-1]['step_s'] * 1e3:.1f} ms a step, losses {losses[-1]}")
+        steps_s.append(median(row["step_s"] for row in rows[1:]))
+        print(f"{make.__name__}: {steps_s[-1] * 1e3:.1f} ms a step, losses {losses[-1]}")
         del training
+    print(f"a step of the engine takes {steps_s[0] / steps_s[1]:.2f} times as long as the plain loop's")
     apart = max(abs(one - other) for one, other in zip(*losses, strict=True))
     assert apart < 0.1, f"the losses are {apart:.3f} apart"
 
 
 RUNGS: dict[str, tuple[Callable[[], None], int]] = {
-    "versions": (versions, 30),  # CuPy and the driver are read from the disk
-    "links": (links, 15),
-    "compiling": (compiling, 60),
-    "kernels": (kernels, 15),
-    "plain loop": (plain_loop, 30),  # cuBLAS is read from the disk
-    "order": (order, 15),
-    "tiny": (tiny, 20),
-    "tight": (tight, 15),
-    "accumulated": (accumulated, 20),
-    "in backward": (in_backward, 15),
-    "undone steps": (undone_steps, 20),
-    "torch optimizer": (torch_optimizer, 15),
-    "profile": (profile, 15),
-    "out of memory": (out_of_memory, 15),
-    "side stream": (side_stream, 15),
-    "GPT": (gpt, 40),
+    "versions": (versions, 60),  # CuPy and the driver are read from the disk
+    "links": (links, 40),
+    "compiling": (compiling, 90),
+    "kernels": (kernels, 40),
+    "plain loop": (plain_loop, 60),  # cuBLAS is read from the disk
+    "order": (order, 40),
+    "tiny": (tiny, 40),
+    "tight": (tight, 40),
+    "accumulated": (accumulated, 40),
+    "in backward": (in_backward, 40),
+    "undone steps": (undone_steps, 40),
+    "torch optimizer": (torch_optimizer, 40),
+    "profile": (profile, 40),
+    "out of memory": (out_of_memory, 40),
+    "side stream": (side_stream, 40),
+    "GPT": (gpt, 60),
 }
-"""Each rung, and the most seconds it may take: 15, and more where something large is read, made or planned first."""
+"""Each rung, and the most seconds it may take: 40, of which most are for reading PyTorch and CUDA from a cold disk."""
 INTERRUPTED = 130
 
 
@@ -397,18 +401,18 @@ def climb(dry: bool, rungs: list[str]) -> int:
     """Run rungs until one fails; run that again so that it says more. Return the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"PS_LADDER_FOLDER": folder} | ({"PS_FAKE_CUDA": "1"} if dry else {})
-        for name in rungs:
-            limit_s = RUNGS[name][1] * (20 if dry else 1)
+        for names in filter(None, (rungs[:1], rungs[1:])) if dry else ([name] for name in rungs):
+            name, limit_s = ", ".join(names), sum(RUNGS[name][1] for name in names) * (20 if dry else 1)
             print(f"{name}, at most {limit_s} s", flush=True)
-            status, taken, said = attempt(name, limit_s, environment)
+            status, taken, said = attempt(names, limit_s, environment)
             print(f"{'ok' if status == 0 else 'FAILED'} {name}, {taken:.1f} s")
-            print(indented(said[-3:] if status == 0 else said[-40:]), flush=True)
+            print(indented(said[-3 * len(names) :] if status == 0 else said[-40:]), flush=True)
             if status == INTERRUPTED:
                 return 1
             if status:
                 print(f"{name} again, with launches that wait and stacks of C++", flush=True)
                 more = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
-                status, taken, said = attempt(name, 2 * limit_s, environment | more)
+                status, taken, said = attempt(names, 2 * limit_s, environment | more)
                 print(f"{'ok this time' if status == 0 else 'FAILED again'}, {taken:.1f} s")
                 print(indented(said[-60:]), flush=True)
                 return 1
@@ -416,10 +420,10 @@ def climb(dry: bool, rungs: list[str]) -> int:
     return 0
 
 
-def attempt(name: str, limit_s: float, environment: dict[str, str]) -> tuple[int, float, list[str]]:
-    """Run a rung in a process of its own; return its status, the seconds that it took, and what it said."""
+def attempt(names: list[str], limit_s: float, environment: dict[str, str]) -> tuple[int, float, list[str]]:
+    """Run rungs in a process of their own; return its status, the seconds that it took, and what it said."""
     start, why = time.monotonic(), []
-    command = [sys.executable, "-X", "faulthandler", __file__, "--rung", name]
+    command = [sys.executable, "-X", "faulthandler", __file__, "--rung", *names]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
@@ -451,14 +455,15 @@ def interrupt_once(*_: object) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry-run", action="store_true", help="on the CPU")
-    parser.add_argument("--rung", choices=RUNGS, help="this one alone, in this process")
+    parser.add_argument("--rung", nargs="+", choices=RUNGS, help="these alone, in this process")
     parser.add_argument("--only", nargs="+", choices=RUNGS, help="these rungs")
     told = parser.parse_args()
     signal.signal(signal.SIGINT, interrupt_once)
     if told.rung is None:
         return climb(told.dry_run, told.only or list(RUNGS))
     faulthandler.register(signal.SIGUSR1, chain=True)
-    RUNGS[told.rung][0]()
+    for name in told.rung:
+        RUNGS[name][0]()
     return 0
 
 

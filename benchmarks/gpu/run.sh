@@ -32,6 +32,7 @@ trap 'rm -rf "$scratch"' EXIT
 : "${PS_KERNELS_CACHE:=$scratch/kernels}" "${CUPY_CACHE_DIR:=$scratch/cupy}"
 PYTHONPATH=$(for each in packages/*/src; do printf '%s/%s:' "$PWD" "$each"; done)
 export PYTHONPATH PS_KERNELS_CACHE CUPY_CACHE_DIR PYTHONPYCACHEPREFIX="$scratch/pycache" PYTHONUNBUFFERED=1
+unset PYTHONDONTWRITEBYTECODE # or each process would compile PyTorch's modules anew
 # All processes are on this computer, whose name may lead nowhere.
 if [ -e /sys/class/net/lo ]; then
     : "${GLOO_SOCKET_IFNAME:=lo}" "${NCCL_SOCKET_IFNAME:=lo}"

@@ -127,7 +127,7 @@ def train(each: Together, precision: str, told: list[tuple[int, int, str]], step
                 model.wants = where if rank == each.rank else ""
                 try:
                     passed(model, step, each.rank)
-                except DeviceOutOfMemory:
+                except torch.OutOfMemoryError:
                     found.failures += 1
                 model.wants = ""
                 optimizer.zero_grad()
@@ -212,7 +212,7 @@ def starve(each: Together, precision: str, where: str, failures: int) -> list[st
                 model.wants = where if each.rank == each.ranks - 1 else ""
                 try:
                     passed(model, step, each.rank)
-                except DeviceOutOfMemory:
+                except torch.OutOfMemoryError:
                     said.append("")
                 model.wants = ""
                 for _ in range(2):

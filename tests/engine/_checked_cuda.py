@@ -11,13 +11,14 @@ import re
 import threading
 import weakref
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
 
 from _fake_cuda import FakeRuntime
 from checked_device.addresses import AddressNames
-from checked_device.race_check import START, History, RaceDetector, Range
+from checked_device.race_check import QUEUES_AND_WORKER, START, History, QueueOrWorker, RaceDetector, Range
 from ps_core._errors import PlanMismatch
 from ps_core._plan import Queue
 from ps_core.engine._devices.cuda.device import CudaDevice
@@ -25,12 +26,24 @@ from ps_core.engine._devices.cuda.device import CudaDevice
 COMM_THREAD = "ps_dist collectives"
 
 
+class OtherStream(IntEnum):
+    """Streams that compute besides the first: each has a clock of its own."""
+
+    SECOND = len(QUEUES_AND_WORKER)
+    THIRD = SECOND + 1
+
+
+COMPUTE_STREAMS: tuple[Any, ...] = (Queue.COMPUTE, *OtherStream)
+
+
 class TwoHosts(RaceDetector):
     """Each thread has a clock of its own."""
 
     def __init__(self, places: AddressNames, history: History) -> None:
         super().__init__(places.name, history)
-        self._hosts = {True: list(START), False: list(START)}
+        start = [*START, *(0 for _ in OtherStream)]
+        self._clocks = [list(start) for _ in start]
+        self._hosts = {True: list(start), False: list(start)}
 
     def mine(self) -> None:
         """From here on this thread is the host."""
@@ -62,6 +75,8 @@ class CheckedCuda(CudaDevice):
         self._check = threading.RLock()
         self.unordered: set[str] = set()
         """What may meet: ``COLL reads what COMPUTE writes``, the later one first."""
+        self._computes: dict[Any, Any] = {}
+        """What each stream that computes is for the checker."""
         super().__init__(runtime)
 
     def arena(self, size_bytes: int) -> Tensor:
@@ -86,26 +101,44 @@ class CheckedCuda(CudaDevice):
             self._launch(queue, what, reads, writes)
         super().declare_access(queue, what, reads, writes)
 
+    def _checked(self, queue: Queue) -> QueueOrWorker:
+        """What a queue is for the checker."""
+        if queue is not Queue.COMPUTE:
+            return queue
+        found: QueueOrWorker = self._computes[self._stream(queue)]
+        return found
+
+    def _stream(self, queue: Queue) -> Any:
+        """See whether a stream on which the user computes from here on waits for the one before."""
+        last = self._compute
+        end = self._runtime.current().end  # type: ignore[attr-defined]
+        stream: Any = super()._stream(queue)
+        if queue is Queue.COMPUTE and stream is not last:
+            self._computes.setdefault(stream, COMPUTE_STREAMS[len(self._computes) % len(COMPUTE_STREAMS)])
+            if last is not None and stream.end > end:
+                self._ordering.wait(self._computes[stream], self._ordering.record(self._computes[last]))
+        return stream
+
     def _launch(self, queue: Queue, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         with self._check:
             self._ordering.mine()
             self._places.tidy()
             ranges: list[list[Range]] = [self._places.ranges(each) for each in (reads, writes)]
             try:
-                self._ordering.launch(queue, what, *ranges)
+                self._ordering.launch(self._checked(queue), what, *ranges)
             except PlanMismatch as error:
                 self.unordered.add(_short(str(error)))
 
     def record(self, queue: Queue) -> Any:
         with self._check:
             self._ordering.mine()
-            return Mark(super().record(queue), self._ordering.record(queue))
+            return Mark(super().record(queue), self._ordering.record(self._checked(queue)))
 
     def wait(self, queue: Queue, event: Any) -> None:
         if isinstance(event, Mark):
             with self._check:
                 self._ordering.mine()
-                self._ordering.wait(queue, event.clock)
+                self._ordering.wait(self._checked(queue), event.clock)
             event = event.event
         super().wait(queue, event)
 

@@ -16,12 +16,13 @@ from _cases import CASES, finish, next_token, rows, square, tokens
 from _fake_cuda import FakeEvent, FakeRuntime, FakeStream
 from _reference import Make, Settings, differences, plain
 from _runs import HOST, check_same, chunked_model, managed, tightest
-from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, InvalidInput, Options
+from ps_core import SGD, AdamW, Budget, InvalidInput, Options
 from ps_core._plan import Queue
 from ps_core.engine import chunked, statistics
 from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cuda.device import CudaDevice, cuda_device
 from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker
+from ps_core.engine._devices.disk.file import DiskFile
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 
 CASE = {each.name: each for each in CASES}
@@ -83,6 +84,21 @@ def test_with_a_disk_below(precision: str, tmp_path: Path) -> None:
         assert not differences(plain_one, got)
         (counted,) = got.statistics
         assert min(counted.moved_bytes[link] for link in ("disk->host", "host->disk", "host->device")) > 0
+
+
+def test_threads_that_may_call_cuda_use_the_devices_own_card(tmp_path: Path) -> None:
+    """A new thread would use the first card, and take memory there."""
+    runtime = FakeRuntime()
+    device = CudaDevice(runtime)
+    device.attach(DiskFile(str(tmp_path)))
+    device.worker.launch("nothing", (), (), lambda: None).block()
+    memory = device.host(4096)
+    device.write(device._disk._attached[0].reserve(4096), 0, memory)  # type: ignore[index]
+    device.synchronize()
+    names = {thread.name for thread in device._disk.streams._threads}
+    assert len(names) == 6
+    device.close()
+    assert runtime.adopted == names | {"ps_core worker"}
 
 
 def test_without_waiting_results_are_wrong() -> None:
@@ -240,125 +256,6 @@ def test_pinning_that_fails_is_said_once() -> None:
     assert len(said) == 1
     assert [each.numel() for each in held] == [64, 128]
     CudaDevice(Real(), pin=False).host(64)
-
-
-# Memory that runs out.
-
-
-class Hungry(nn.Module):
-    """Asks for much memory, once, where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = models.stack()
-        self.appetite = {"forward": 0, "backward": 0}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.appetite["forward"]:
-            torch.zeros(self.appetite["forward"])
-        return Eat.apply(self.body(x), self).square().mean()
-
-
-class Eat(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: Hungry) -> Tensor:
-        ctx.module = module
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if ctx.module.appetite["backward"]:
-            torch.zeros(ctx.module.appetite["backward"])
-        return gradient, None
-
-
-def train(model: Any, optimizer: Any, steps: range) -> list[Tensor]:
-    losses = []
-    for index in steps:
-        loss = model(*rows(index))
-        loss.backward()
-        finish(optimizer)
-        losses.append(loss.detach())
-    return losses
-
-
-@pytest.mark.parametrize("watched", [True, False])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_out_of_memory(where: str, watched: bool) -> None:
-    """The step is lost and nothing else; from then on plans leave more room."""
-    torch.manual_seed(1)
-    with chunked_model(Hungry(), device="emulated", budget=Budget(device="1MiB", host=HOST)) as (model, optimizer):
-        expected = train(model, optimizer, range(6))
-    torch.manual_seed(1)
-    runtime = FakeRuntime(5, watched=watched)
-    with runtime:
-        device = CudaDevice(runtime)
-        size = 96 * 1024
-        made = chunked_model(Hungry(), device=device, budget=Budget(device=size, host=HOST))
-        with made as (model, optimizer):
-            losses = train(model, optimizer, range(3))
-            before, released = device._owned.bytes, runtime.released
-            for where_now in (where,) * 2:
-                model.appetite[where_now] = 1_000_000
-                runtime.allocator.limit_bytes = 1_000_000
-                with pytest.raises(DeviceOutOfMemory if watched else torch.OutOfMemoryError) as error:
-                    train(model, optimizer, range(3, 4))
-                assert isinstance(error.value, torch.OutOfMemoryError)
-                if watched:
-                    assert "CUDA out of memory. Tried to allocate" in str(error.value)
-                    assert "call optimizer.zero_grad() and go on" in str(error.value)
-                error = None  # type: ignore[assignment]  # it holds on to what the pass had
-                optimizer.zero_grad()
-                model.appetite[where_now] = 0
-                runtime.allocator.limit_bytes = 1 << 40
-            losses += train(model, optimizer, range(3, 6))
-            assert runtime.released >= released + 2, "memory kept in reserve is given back"
-            assert device._owned.bytes < before, "the arena ends lower"
-            assert statistics(model).planned_passes >= 6
-    assert all(torch.equal(one, other) for one, other in zip(expected, losses, strict=True))
-
-
-def test_an_arena_that_cannot_be_had_loses_nothing() -> None:
-    """The plan is carried out all the same, with memory of its own for each slot."""
-    torch.manual_seed(2)
-    with chunked_model(models.stack(), device="emulated", budget=Budget(device="1MiB", host=HOST)) as (
-        model,
-        optimizer,
-    ):
-        expected = [square_step(model, optimizer, index) for index in range(5)]
-
-    class Poor(FakeRuntime):
-        def empty(self, size_bytes: int) -> Tensor:
-            if size_bytes > 40 * 1024:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().empty(size_bytes)
-
-    torch.manual_seed(2)
-    stack, runtime = models.stack(), Poor(7)
-    with runtime:
-        device = CudaDevice(runtime)
-        with chunked_model(stack, device=device, budget=Budget(device="160KiB", host=HOST)) as (model, optimizer):
-            losses = [square_step(model, optimizer, index) for index in range(5)]
-            assert statistics(model).planned_passes >= 3
-    assert all(torch.equal(one, other) for one, other in zip(expected, losses, strict=True))
-
-
-def square_step(model: Any, optimizer: Any, index: int) -> Tensor:
-    loss = square(model, *rows(index))
-    loss.backward()
-    finish(optimizer)
-    return loss.detach()
-
-
-def test_out_of_memory_of_others_is_theirs() -> None:
-    runtime = FakeRuntime()
-    device = CudaDevice(runtime)
-    del device
-    gc.collect()
-    runtime.allocator.limit_bytes = 100
-    with runtime, pytest.raises(torch.OutOfMemoryError) as error:
-        torch.zeros(1000)
-    assert not isinstance(error.value, DeviceOutOfMemory)
 
 
 # Budgets.

@@ -156,6 +156,21 @@ def test_what_waits_for_something_else_waits_on_the_streams_own_thread(file: Dis
     assert torch.equal(found, numbers(5000))
 
 
+def test_a_wait_that_fails_ends_the_streams(streams: DiskStreams, file: DiskFile) -> None:
+    """A card that failed raises wherever an event of it is waited for; nobody may wait for ever."""
+
+    def fail() -> None:
+        raise RuntimeError("the card failed")
+
+    streams.wait_for(Queue.DISK_W, fail)
+    streams.write(file.reserve(5000), 0, numbers(5000))
+    event = streams.record(Queue.DISK_W)
+    assert event.job is not None
+    assert event.job.done.wait(20.0)
+    with pytest.raises(TierFailure, match="RuntimeError: the card failed"):
+        event.block()
+
+
 def test_nothing_keeps_a_stream_that_nobody_wants(tmp_path: Path) -> None:
     file = DiskFile(str(tmp_path))
     streams = DiskStreams(file)

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from ps_kernels import _backends, _cuda
+from ps_kernels._compile import cache_folder
 from ps_kernels._cuda_source import KERNELS, OPTIONS, source
 from ps_kernels._errors import InvalidArgument
 
@@ -211,7 +212,7 @@ def run_script(folder: Path, **environment: str) -> subprocess.CompletedProcess[
 @pytest.mark.skipif(shutil.which("timeout") is None, reason="no timeout command")
 def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
     """Every part of it that needs none, on the CPU with small arrays."""
-    done = run_script(tmp_path, PYTHON=sys.executable)
+    done = run_script(tmp_path, PYTHON=sys.executable, PS_KERNELS_CACHE=str(cache_folder()))
     # What a busy computer cannot measure, it says; all else has to work there, too.
     busy = "the machine is too busy to measure it" in done.stdout
     assert done.returncode == busy, done.stdout + done.stderr

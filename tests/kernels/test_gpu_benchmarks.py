@@ -58,6 +58,25 @@ def test_the_largest_model_is_looked_for_from_where_the_bytes_end(
     assert kept == [1, 2, 3][: len(tried)], "what was measured is written at once"
 
 
+A_PARAMETER = {"plain": 18, "masters": 18, "fsdp2": 6, "torchao": 4, "deepspeed": 4}
+"""Bytes on the card at once: weights, gradients, and optimizer states where these are there."""
+
+
+def needed_bytes(case: Any) -> float:
+    """About the most that a training takes of the card."""
+    tokens = case.batch * case.length
+    parameters = 12 * case.layers * case.hidden**2 + (case.vocabulary + case.length) * case.hidden
+    activations = 10 * tokens * case.vocabulary + (2 if case.checkpoint else 34) * case.layers * tokens * case.hidden
+    context = GIB // 2
+    return context + (case.device_bytes or A_PARAMETER[case.how] * parameters + activations)
+
+
+def test_trainings_that_take_turns_fit_an_80_gb_card_together(script: Any) -> None:
+    engine = script("engine")
+    for group in (*engine.GROUPS, *engine.COMPARED):
+        assert sum(map(needed_bytes, group.cases)) < 72 * GIB, [case.name for case in group.cases]
+
+
 def test_an_error_is_named_by_its_own_line(script: Any) -> None:
     engine = script("engine")
     lines = ["Traceback", "ps_core._errors.DoesNotFit: does not fit: host needs 7 bytes", "  try: half the batch"]
@@ -72,7 +91,8 @@ def test_the_ladder_stops_at_the_first_failure_and_looks_closer(
     ladder = script("ladder")
     began: list[tuple[str, str, bool]] = []
 
-    def attempt(name: str, limit_s: float, environment: Any) -> tuple[int, float, list[str]]:
+    def attempt(names: list[str], limit_s: float, environment: Any) -> tuple[int, float, list[str]]:
+        (name,) = names
         began.append((name, environment.get("CUDA_LAUNCH_BLOCKING", ""), limit_s > ladder.RUNGS[name][1]))
         return int(name == "order"), 0.5, [f"said by {name}"]
 
@@ -91,7 +111,7 @@ def test_a_rung_that_hangs_is_stopped(script: Any, monkeypatch: pytest.MonkeyPat
     ladder, stuck = script("ladder"), tmp_path / "stuck.py"
     stuck.write_text(STUCK, "utf-8")
     monkeypatch.setattr(ladder, "__file__", str(stuck))
-    status, _, said = ladder.attempt("links", 5.0, dict(os.environ))
+    status, _, said = ladder.attempt(["links"], 5.0, dict(os.environ))
     assert status != 0
     assert (said[0], said[-1]) == ("begun", "stopped after 5 s")
     assert any("stuck.py" in line and "in wait_for_ever" in line for line in said), "it says where it was"

@@ -168,14 +168,15 @@ def test_the_runtime_is_called_as_it_wants_to_be(monkeypatch: pytest.MonkeyPatch
     runtime, waited = Runtime(), []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index != 1, raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(CudaPinner, "node", lambda self: None)
     arena = PinnedArena(4096)
     address = arena.tensor(0, 1, torch.uint8).data_ptr()
     arena.close()
     assert runtime.calls == [(address, 4096, 1), (address,)]
-    assert waited == [0, 1]
+    assert waited == [0, 2], "waiting for a card that is not in use would take memory there"
     filled = []
     made = torch.zeros(1)
     monkeypatch.setattr(torch, "empty", lambda *_, device, **__: filled.append(device) or made)

@@ -20,7 +20,6 @@ import torch
 
 import ps_kernels
 from _trainer import TINY, data, numbers, rows, train
-from ps_core import DeviceOutOfMemory
 from ps_core.engine._support.log import LOGGER
 from ps_models.train import _loop, main
 from ps_models.train._option_files import from_file
@@ -288,7 +287,7 @@ def once_failing(monkeypatch: pytest.MonkeyPatch, passes: set[int]) -> list[int]
         found = loss_of(self, batch)
         seen.append(len(seen))
         if seen[-1] in passes:
-            found.register_hook(lambda grad: (_ for _ in ()).throw(DeviceOutOfMemory("no room at all")))
+            found.register_hook(lambda grad: (_ for _ in ()).throw(torch.OutOfMemoryError("no room at all")))
         return found
 
     monkeypatch.setattr(_loop.Loop, "_loss", loss)

@@ -78,11 +78,13 @@ class CudaPinner:
         return f"cudaHostRegister failed with status {status}"
 
     def unpin(self, address: int) -> None:
-        """Wait for every device's copies, then unpin."""
+        """Wait for the copies of every device that this process uses, then unpin."""
         import torch
 
+        torch_c: Any = torch._C
         for index in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(index)
+            if torch_c._cuda_hasPrimaryContext(index):  # waiting for any other would make a context, of 0.5 GB, there
+                torch.cuda.synchronize(index)
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostUnregister(address)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ps_core import DeviceOutOfMemory, DoesNotFit
+from ps_core import DoesNotFit
 from ps_core.engine import ChunkedOptimizer, MemoryMeasurement, load_checkpoint, save_checkpoint, statistics
 from ps_models.train._loggers import RunLogger
 from ps_models.train._objectives import Batch, Objective
@@ -214,7 +214,7 @@ class Loop:
         """Run all micro-batches of a step, once more if memory runs out; return their mean loss."""
         try:
             return self._passes()
-        except (DeviceOutOfMemory, DoesNotFit) as error:
+        except (torch.OutOfMemoryError, DoesNotFit) as error:
             if self._ranks.size > 1:
                 raise  # the other ranks are still in their passes
             reason = str(error).splitlines()[0]

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import torch
+
 from ps_core import CheckpointMismatch, DoesNotFit, InvalidInput, PatrickStarError
 from ps_core._broken_pipe import tell
 from ps_core.engine import statistics
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except DoesNotFit as error:
         return _fail(DOES_NOT_FIT, hint_for(error, options))
-    except (PatrickStarError, OSError) as error:
+    except (PatrickStarError, torch.OutOfMemoryError, OSError) as error:
         return _fail(FAILED, str(error))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ps_core import DeviceOutOfMemory, DoesNotFit
+from ps_core import DoesNotFit
 from ps_models.train._data import Corpus
 from ps_models.train._loop import ManagedModel
 from ps_models.train._objectives import MaskedTokenObjective, Objective
@@ -25,7 +25,7 @@ def sample(options: TrainOptions, data: Corpus, managed: ManagedModel, objective
         if isinstance(objective, MaskedTokenObjective):
             return filled(options, data, managed, objective)
         return written(options, data, managed)
-    except (DoesNotFit, DeviceOutOfMemory) as error:  # the training is saved: this is no failure of the run
+    except (DoesNotFit, torch.OutOfMemoryError) as error:  # the training is saved: this is no failure of the run
         if managed.ranks.size > 1:
             raise  # the other ranks wait in collectives
         return f"sample: none, {str(error).splitlines()[0]}; try fewer tokens (--sample)"

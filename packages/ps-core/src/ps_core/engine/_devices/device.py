@@ -162,6 +162,9 @@ class Device(Protocol):
     def take_failed_bytes(self) -> int:
         """Return how many bytes could not be allocated since the last call; 0: memory did not run out."""
 
+    def raise_out_of_memory(self, error: BaseException) -> None:
+        """Raise `DeviceOutOfMemory` if ``error`` says that PyTorch could not allocate on tier 0; else return."""
+
     def arena(self, size_bytes: int) -> torch.Tensor:
         """Allocate memory of tier 0: uint8, 128-byte aligned; it is freed with its last view."""
 

@@ -46,9 +46,14 @@ class ModelLifetime:
         if self._owners or self._engine.usability.released:
             return
         if self._engine.store.device.runs_here:  # this thread would wait for itself
-            Thread(target=_free_memory, args=(self._engine,), name="ps_core end", daemon=True).start()
+            Thread(target=_free_on_new_thread, args=(self._engine,), name="ps_core end", daemon=True).start()
         else:
             _free_memory(self._engine)
+
+
+def _free_on_new_thread(engine: Engine) -> None:
+    engine.store.device.bind_thread()
+    _free_memory(engine)
 
 
 def _free_memory(engine: Engine) -> None:

@@ -163,8 +163,9 @@ class ModelHooks:
                 self._enter(model)
                 result = self._call(call, args, kwargs)
                 self._end_forward(depth)
-            except BaseException:
+            except BaseException as error:
                 self._break_off(depth)
+                self.engine.store.device.raise_out_of_memory(error)
                 raise
             return result
         finally:

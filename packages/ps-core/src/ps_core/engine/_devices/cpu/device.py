@@ -84,6 +84,9 @@ class CpuDevice:
         """Return 0: where memory runs out, the system ends the process."""
         return 0
 
+    def raise_out_of_memory(self, error: BaseException) -> None:
+        """Do nothing: memory of the CPU has no error of its own."""
+
     def arena(self, size_bytes: int) -> torch.Tensor:
         """Allocate memory of tier 0."""
         return self._memory("arena", size_bytes)

@@ -1,10 +1,10 @@
 """Implement `Device` for CUDA: memory, streams and events.
 
 [Note: CUDA streams]
-The compute queue is the stream that PyTorch works on when the engine is called. That stream may change: then the new
-one is made to wait for the old one. Copies in each direction have a stream of their own, made once. The host thread
-knows of their work only after it has waited for an event. An event is reused when no reference to it is left: waiting
-streams remember its recording.
+The compute queue is the stream that PyTorch works on when the engine is called. That stream may change. Then the new
+one is made to wait for the old one, and recorded as a user of the engine's blocks. Copies in each direction have a
+stream of their own, made once. The host thread knows of their work only after it has waited for an event. An event is
+reused when no reference to it is left: waiting streams remember its recording.
 
 The stream of collectives belongs to a thread of its own (see [Note: two threads] in `_sharding.collective_streams`). So
 nothing is remembered of that stream between two calls. Both threads use the unused events and the figures about memory.
@@ -89,14 +89,12 @@ class CudaDevice:
         self._timing_events: list[RawEvent] = []
         self._owned = EngineAllocations.of(runtime)
         self._host = HostPool(partial(runtime.host, pin=pin), self._after_copies)
-        self._disk = DiskQueues()
+        self._disk = DiskQueues(runtime.bind_thread)
         self._failures = runtime.allocated().failures
-        self._missing_bytes = [0]
         self._cap = AllocatorCap.of(runtime)
         weakref.finalize(self, self._cap.remove, runtime, id(self)).atexit = False
-        runtime.watch_failures(
-            OutOfMemoryObserver(self, self._owned, self._missing_bytes, partial(self._cap.lift, runtime))
-        )
+        self._observer = OutOfMemoryObserver(self, self._owned, partial(self._cap.lift, runtime))
+        runtime.watch_failures(self._observer)
 
     @property
     def runs_here(self) -> bool:
@@ -138,7 +136,11 @@ class CudaDevice:
     def arena(self, size_bytes: int) -> torch.Tensor:
         """Allocate device memory."""
         before = self._runtime.allocated().now
-        memory = self._runtime.empty(size_bytes)
+        try:
+            memory = self._runtime.empty(size_bytes)
+        except torch.OutOfMemoryError as error:
+            self.raise_out_of_memory(error)
+            raise
         taken = max(size_bytes, self._runtime.allocated().now - before)
         self._owned.add(memory, taken)
         ready = self._recorded(Queue.COMPUTE)
@@ -162,12 +164,16 @@ class CudaDevice:
     def take_failed_bytes(self) -> int:
         """Return how many bytes could not be allocated since the last call; at least 1 if memory ran out."""
         failures = self._runtime.allocated().failures
-        missing, self._missing_bytes[0] = self._missing_bytes[0], 0
+        missing = self._observer.take_missing_bytes()
         if failures == self._failures:
             return missing
         self._failures = failures
         self._runtime.release_cached()  # cached memory in small pieces may have been unusable
         return max(1, missing)
+
+    def raise_out_of_memory(self, error: BaseException) -> None:
+        """Raise the engine's own error in place of PyTorch's."""
+        self._observer.raise_named(error)
 
     # The disk.
 
@@ -235,6 +241,8 @@ class CudaDevice:
             raw.record(last)
             stream.wait_event(raw)
             self._pool.append(raw)
+            for block in self._owned.blocks():
+                self._runtime.used_by(block, stream)
         return stream
 
     # Events.

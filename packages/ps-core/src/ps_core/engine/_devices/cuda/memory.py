@@ -22,6 +22,7 @@ class EngineAllocations:
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
         """Bytes by storage."""
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._count = itertools.count()
         self._trackers: dict[int, weakref.ref[AllocatorBytesTracker]] = {}
 
@@ -52,7 +53,19 @@ class EngineAllocations:
         """Count so many bytes until a tensor's memory ends."""
         storage = memory.untyped_storage()
         self._sizes[storage._cdata] = size_bytes
-        weakref.finalize(storage, self._sizes.pop, storage._cdata).atexit = False
+        self._storages[storage._cdata] = weakref.ref(storage)
+        weakref.finalize(storage, self._forget, storage._cdata).atexit = False
+
+    def _forget(self, key: int) -> None:
+        self._sizes.pop(key)
+        self._storages.pop(key)
+
+    def blocks(self) -> list[torch.Tensor]:
+        """Return a tensor on each block of the engine's memory, of all models."""
+        storages = [found() for found in list(self._storages.values())]
+        return [
+            torch.empty(0, dtype=torch.uint8, device=each.device).set_(each) for each in storages if each is not None
+        ]
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor lies in the engine's memory."""

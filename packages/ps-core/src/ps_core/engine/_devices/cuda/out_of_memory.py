@@ -1,4 +1,12 @@
-"""Observe allocations that fail on a CUDA device, and raise an error that names the engine."""
+"""Record allocations that fail on a CUDA device, and raise an error that names the engine where PyTorch's arrives.
+
+[Note: failed allocations]
+PyTorch's allocator calls an observer before it raises `torch.OutOfMemoryError`. C++ code may catch that error: cuDNN
+then tries an algorithm with a smaller workspace. It would not catch an error of the observer's. So the observer only
+records and logs. The engine raises its own error in place of PyTorch's where it can: in the model's forward, and where
+the engine allocates. In backward PyTorch's error goes straight to the caller of ``backward()``, and the log has the
+advice.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +19,7 @@ from ps_core._errors import DeviceOutOfMemory
 from ps_core._units import format_bytes
 from ps_core.engine._devices.cuda.memory import EngineAllocations
 from ps_core.engine._devices.device import Device
+from ps_core.engine._support.log import log_line
 
 
 class CudaOutOfMemory(DeviceOutOfMemory, torch.OutOfMemoryError):
@@ -18,35 +27,56 @@ class CudaOutOfMemory(DeviceOutOfMemory, torch.OutOfMemoryError):
 
 
 class OutOfMemoryObserver:
-    """Observe failed allocations for as long as the device lives: the allocator never drops an observer."""
+    """Observe failed allocations for as long as the device lives: the allocator never drops an observer.
 
-    def __init__(
-        self, device: Device, owned: EngineAllocations, missing_bytes: list[int], lift_cap: Callable[[], bool]
-    ) -> None:
-        """Store what to compare with; ``missing_bytes``: one figure, the largest request that failed.
+    See [Note: failed allocations].
+    """
 
-        ``lift_cap``: see `AllocatorCap.lift`.
-        """
+    def __init__(self, device: Device, owned: EngineAllocations, lift_cap: Callable[[], bool]) -> None:
+        """Store what messages tell; ``lift_cap``: see `AllocatorCap.lift`."""
         self._index = device.torch_device.index
-        self._owned, self._missing_bytes, self._lift_cap = owned, missing_bytes, lift_cap
+        self._owned, self._lift_cap = owned, lift_cap
         self._name = str(device.torch_device)
         self._device = weakref.ref(device)
+        self._missing_bytes = 0
+        """The largest request that failed since the last `take_missing_bytes`."""
+        self._message = ""
+        """The engine's words for the last failure since then; empty: there was none."""
 
     def __call__(self, index: int, wanted_bytes: int, allowed_bytes: int, free_bytes: int) -> None:
-        """Raise the engine's error in place of the allocator's."""
+        """Record a failed allocation, and log advice where more bytes are missing than before."""
         if index != self._index or self._device() is None:
             return
-        self._missing_bytes[0] = max(self._missing_bytes[0], wanted_bytes)
         capped = (
             "; a larger Budget(device=...), to which PyTorch's allocator is capped, or Options(cap_allocator=False)"
             if self._lift_cap()
             else ""
         )
-        raise CudaOutOfMemory(
-            f"CUDA out of memory. Tried to allocate {format_bytes(wanted_bytes)} on {self._name}; of its "
-            f"{format_bytes(allowed_bytes)}, {format_bytes(free_bytes)} are free, and weights and states under "
-            f"management take {format_bytes(self._owned.bytes)}. They are as they were: call optimizer.zero_grad() and "
-            "go on, the next pass is planned with more room for everything else. If that is not enough: a smaller "
-            "batch, gradient checkpointing, a smaller Budget(device=...) where others use the device too, or "
-            f"PYTORCH_ALLOC_CONF=expandable_segments:True where memory is in pieces{capped}"
+        advice = (
+            "are as they were: call optimizer.zero_grad() and go on, the next pass is planned with "
+            "more room for everything else. If that is not enough: a smaller batch, gradient checkpointing, a smaller "
+            "Budget(device=...) where others use the device too, or PYTORCH_ALLOC_CONF=expandable_segments:True where "
+            f"memory is in pieces{capped}"
         )
+        wanted = format_bytes(wanted_bytes)
+        self._message = (
+            f"CUDA out of memory. Tried to allocate {wanted} on {self._name}; of its {format_bytes(allowed_bytes)}, "
+            f"{format_bytes(free_bytes)} are free, and weights and states under management take "
+            f"{format_bytes(self._owned.bytes)}. They {advice}"
+        )
+        if wanted_bytes > self._missing_bytes:
+            self._missing_bytes = wanted_bytes
+            log_line(
+                f"{wanted} could not be allocated on {self._name}. If PyTorch raises an error, "
+                f"weights and states {advice}"
+            )
+
+    def take_missing_bytes(self) -> int:
+        """Return the largest request that failed since the last call; 0: none did."""
+        found, self._missing_bytes, self._message = self._missing_bytes, 0, ""
+        return found
+
+    def raise_named(self, error: BaseException) -> None:
+        """Raise the engine's error in place of PyTorch's for a failed allocation; return if ``error`` is another."""
+        if self._message and type(error) is torch.OutOfMemoryError:
+            raise CudaOutOfMemory(self._message) from error

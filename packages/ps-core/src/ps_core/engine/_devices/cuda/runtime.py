@@ -45,7 +45,7 @@ class Allocated(NamedTuple):
 Failure = Callable[[int, int, int, int], None]
 """A function that is called with the device's index and bytes: requested, of the device or allowed, free.
 
-The failed allocation raises what the function raises.
+It must not raise: see [Note: failed allocations] in `out_of_memory`.
 """
 
 

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -76,7 +77,8 @@ class DiskStreams:
     """Read and write one file in two streams. Called by the host thread only."""
 
     @defer_interrupts_installing
-    def __init__(self, file: DiskFile) -> None:
+    def __init__(self, file: DiskFile, prepare: Callable[[], object] = lambda: None) -> None:
+        """Start the threads; each calls ``prepare`` first."""
         self._file = file
         self._jobs: dict[Queue, SimpleQueue[_Transfer | None]] = {queue: SimpleQueue() for queue in DISK_QUEUES}
         self._waits: dict[Queue, list[Callable[[], object]]] = {queue: [] for queue in DISK_QUEUES}
@@ -86,10 +88,12 @@ class DiskStreams:
         self._pending: deque[_Transfer] = deque()
         """Transfers that may not be done, in order of launch."""
         tasks: SimpleQueue[_IoTask | None] = SimpleQueue()
-        rooms = [(_run_queue, (jobs, file, tasks)) for jobs in self._jobs.values()] + [
-            (_run_worker, (tasks,))
-        ] * _WORKERS
-        self._threads = [threading.Thread(target=room, args=args, daemon=True) for room, args in rooms]
+        runs = [partial(_run_queue, jobs, file, tasks) for jobs in self._jobs.values()]
+        runs += [partial(_run_worker, tasks)] * _WORKERS
+        self._threads = [
+            threading.Thread(target=_run, args=(prepare, file, run), daemon=True, name=f"ps_core disk {index}")
+            for index, run in enumerate(runs)
+        ]
         for thread in self._threads:
             thread.start()
         # The threads hold no reference to this object, so that this can be freed.
@@ -184,12 +188,14 @@ class DiskStreams:
 class DiskQueues:
     """Serve a device's two disk queues, once it has a disk tier; the device serves its other queues itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], object] = lambda: None) -> None:
+        """Make queues without a disk tier; each of its threads will call ``prepare`` first."""
         self._attached: tuple[DiskFile, DiskStreams] | None = None
+        self._prepare = prepare
 
     def attach(self, file: DiskFile) -> None:
         """Read and write this file from now on."""
-        self._attached = file, DiskStreams(file)
+        self._attached = file, DiskStreams(file, self._prepare)
 
     @property
     def streams(self) -> DiskStreams:
@@ -232,11 +238,22 @@ class DiskQueues:
             file.close()
 
 
+def _run(prepare: Callable[[], object], file: DiskFile, run: Callable[[], None]) -> None:
+    try:
+        prepare()
+    except Exception as error:  # without this thread the host thread would wait for ever
+        file.broke(error)
+    run()
+
+
 def _run_queue(jobs: SimpleQueue[_Transfer | None], file: DiskFile, tasks: SimpleQueue[_IoTask | None]) -> None:
     """Run one stream: its jobs in order, each cut into pieces for the workers."""
     while (job := jobs.get()) is not None:
-        for wait in job.waits:
-            wait()
+        try:
+            for wait in job.waits:
+                wait()
+        except Exception as error:  # a card that failed raises here too
+            file.broke(error)
         job.waits.clear()
         if file.failure is None:
             job.worked = _carry_out(job, file, tasks)
