@@ -29,6 +29,7 @@ from typing import TypeAlias
 
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._extents import Extent, SegmentName
+from ps_core._units import check_whole
 
 
 class Queue(IntEnum):
@@ -50,6 +51,11 @@ class Tier:
     name: str
     """``device``, ``host`` or ``disk``."""
     capacity_bytes: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InvalidInput(f"a tier's name must be device, host or disk; found {self.name!r}")
+        check_whole(f"capacity_bytes of tier {self.name!r}", self.capacity_bytes)
 
 
 TIER_STACKS = (("device",), ("host",), ("device", "host"), ("host", "disk"), ("device", "host", "disk"))

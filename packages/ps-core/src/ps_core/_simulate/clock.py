@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ps_core._errors import InvalidInput
 from ps_core._plan import Copy, Gather, Plan, Queue, ReduceScatter, Run, Segment
 from ps_core._program import Program
 from ps_core._simulate.engine_timing import Issuing, Timed
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.memory_spans import Cells, Scan
 from ps_core._trace import Phase
+from ps_core._units import check_whole
 
 QUEUE_NAMES = {
     Queue.COMPUTE: "compute",
@@ -94,8 +94,7 @@ def simulate(
     processes share one node. ``speculative``: steps within backward can be undone. A wrong plan raises `PlanMismatch`
     if this function notices it; only `verify` finds every fault.
     """
-    if iterations < 1:
-        raise InvalidInput(f"iterations must be at least 1, found {iterations}")
+    check_whole("iterations", iterations, 1)
     issuing = Issuing(program, plan.tiers, machine, ranks_per_node, in_backward=step_in_backward, undoable=speculative)
     plan = plan.numbered_by_place()
     names = program.iteration()

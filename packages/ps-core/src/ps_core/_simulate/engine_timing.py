@@ -30,12 +30,14 @@ from ps_core._simulate.instruction_times import Costs, Work
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.steps_in_backward import (
     EarlySteps,
+    check_steps_in_backward,
     early_steps,
     newest_first,
     overwritten_bytes,
     with_room,
 )
 from ps_core._simulate.timeline import EarlySeconds, Ran, Timeline
+from ps_core._units import check_whole
 
 _ROUNDS = 3
 """Steps that are timed until they follow each other steadily."""
@@ -79,14 +81,21 @@ class Issuing:
         backward]; ``undoable``: also see [Note: steps that can be undone].
         """
         processes = program.ranks * program.copies
+        if program.training:
+            accumulate = program.accumulate
+            check_steps_in_backward(
+                program.precision, accumulate, processes, in_backward=in_backward, undoable=undoable
+            )
+        if ranks_per_node is not None:
+            check_whole("ranks_per_node", ranks_per_node, 1)
         per_node = processes if ranks_per_node is None else ranks_per_node
-        if per_node < 1 or processes % per_node:
+        if processes % per_node:
             raise InvalidInput(f"{processes} processes cannot be spread over nodes of {per_node}")
         if program.ranks % per_node and per_node % program.ranks:
             raise InvalidInput(f"a copy of {program.ranks} processes neither fills nor divides nodes of {per_node}")
         self._played = machine.played_copy_bandwidth > 0
         self._worker = tiers[0].name == "device" and not self._played
-        self._in_backward = in_backward and self._worker and program.ranks == 1
+        self._in_backward = in_backward and self._worker
         self._undoable, self._tiers = undoable, tiers
         self._costs = Costs(program, tiers, machine, per_node, beside=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node
