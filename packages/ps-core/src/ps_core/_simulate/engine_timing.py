@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ps_core._errors import InvalidInput, PlanMismatch
+from ps_core._errors import InvalidInput
 from ps_core._extents import SegmentName
 from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Step, Tier
 from ps_core._program import Program
@@ -281,14 +281,11 @@ def _ends(priced: Priced) -> tuple[list[float], float]:
     """Return when each instruction ends, and the last one, if only ``after`` and the queues delay them."""
     free = [0.0] * len(Queue)
     ends: list[float] = []
-    try:
-        for instr, took in zip(priced.segment.instrs, priced.work.seconds, strict=True):
-            begin = free[instr.queue]
-            for earlier in instr.after:
-                if ends[earlier] > begin:  # noqa: PLR1730 - max() costs more than all else here
-                    begin = ends[earlier]
-            free[instr.queue] = end = begin + took
-            ends.append(end)
-    except IndexError as error:
-        raise PlanMismatch("an instruction waits for one that comes later") from error
+    for instr, took in zip(priced.segment.instrs, priced.work.seconds, strict=True):
+        begin = free[instr.queue]
+        for earlier in instr.after:
+            if ends[earlier] > begin:  # noqa: PLR1730 - max() costs more than all else here
+                begin = ends[earlier]
+        free[instr.queue] = end = begin + took
+        ends.append(end)
     return ends, max(ends, default=0.0)
