@@ -24,6 +24,7 @@ from ps_core._program import Program
 from ps_core._simulate.engine_timing import Issuing, Timed
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.memory_spans import Cells, Scan
+from ps_core._simulate.steps_in_backward import check_steps_in_backward
 from ps_core._trace import Phase
 from ps_core._units import check_whole
 
@@ -97,6 +98,11 @@ def simulate(
     """
     check_whole("iterations", iterations, 1)
     check_tiers(plan.tiers)
+    if program.training:
+        processes, accumulate = program.ranks * program.copies, program.accumulate
+        check_steps_in_backward(
+            program.precision, accumulate, processes, in_backward=step_in_backward, undoable=speculative
+        )
     issuing = Issuing(program, plan.tiers, machine, ranks_per_node, in_backward=step_in_backward, undoable=speculative)
     try:
         return _simulate(program, plan, issuing, iterations, alone=machine.played_copy_bandwidth > 0)

@@ -30,7 +30,6 @@ from ps_core._simulate.instruction_times import Costs, Work
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.steps_in_backward import (
     EarlySteps,
-    check_steps_in_backward,
     early_steps,
     newest_first,
     overwritten_bytes,
@@ -81,11 +80,6 @@ class Issuing:
         backward]; ``undoable``: also see [Note: steps that can be undone].
         """
         processes = program.ranks * program.copies
-        if program.training:
-            accumulate = program.accumulate
-            check_steps_in_backward(
-                program.precision, accumulate, processes, in_backward=in_backward, undoable=undoable
-            )
         if ranks_per_node is not None:
             check_whole("ranks_per_node", ranks_per_node, 1)
         per_node = processes if ranks_per_node is None else ranks_per_node
