@@ -84,3 +84,29 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(InvalidInput, match=r"not started by torchrun: WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
         ps_dist.connect()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("RANK", "x", "RANK must be a whole number from 0 to 2147483647, found 'x'"),
+        ("RANK", "", "RANK must be a whole number from 0 to 2147483647, found ''"),
+        ("RANK", "-1", "RANK must be a whole number from 0 to 2147483647, found '-1'"),
+        ("RANK", "2", "RANK must be less than WORLD_SIZE, which is 2; found 2"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE must be a whole number from 1 to 2147483647, found '0'"),
+        ("WORLD_SIZE", "9" * 5000, "WORLD_SIZE must be a whole number from 1 to 2147483647, found '999"),
+        ("MASTER_PORT", "http", "MASTER_PORT must be a whole number from 0 to 65535, found 'http'"),
+        ("MASTER_PORT", "65536", "MASTER_PORT must be a whole number from 0 to 65535, found '65536'"),
+        ("LOCAL_RANK", "1.0", "LOCAL_RANK must be a whole number from 0 to 2147483647, found '1.0'"),
+        ("LOCAL_WORLD_SIZE", "two", "LOCAL_WORLD_SIZE must be a whole number from 1 to 2147483647, found 'two'"),
+    ],
+    ids=lambda value: value[:16],
+)
+def test_the_variable_of_torchrun_that_is_wrong(
+    name: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    for each, text in {**sound, "MASTER_ADDR": "127.0.0.1", name: value}.items():
+        monkeypatch.setenv(each, text)
+    with pytest.raises(InvalidInput, match=f"the environment variable {says}"):
+        ps_dist.connect(timeout_s=1)

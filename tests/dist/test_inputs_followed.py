@@ -14,6 +14,7 @@ import torch
 import ps_dist
 from _followed import Followed, refused
 from ps_dist._mesh import Mesh
+from ps_dist._torchrun_variables import check_variables
 
 TABLE = Followed()
 case, row = TABLE.case, TABLE.row
@@ -43,10 +44,16 @@ def alone(**more: Any) -> None:
             assert together.ranks == 1
 
 
+def variables(**more: str) -> None:
+    check_variables({"WORLD_SIZE": "1", **more}, joins=True)
+
+
 row("timeout_s: expected a positive number", lambda: alone(timeout_s=-1), lambda: alone(timeout_s=60.0))
 row("transport: expected", lambda: alone(transport="mpi"), lambda: alone(transport="gloo"), alone)
 row("shared_memory: expected", lambda: alone(shared_memory="yes"), lambda: alone(shared_memory=False), alone)
 row("replicate: expected a whole number", lambda: alone(replicate=0), lambda: alone(replicate=1))
+row("the environment variable {} must be a whole number", lambda: variables(RANK="x"), lambda: variables(RANK="0"))
+row("must be less than {}, which is {}", lambda: variables(RANK="1"), lambda: variables(RANK="0"))
 row("does not divide the {} processes", lambda: Mesh(0, 4, 3), lambda: Mesh(0, 4, 2))
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ps_core import AdamW, Budget, Group, InvalidInput, Options, UnsupportedParameter
 from ps_core.engine import chunked, release
+from ps_core.engine._optim.kernel_rule import Settings, StepRule
 
 MODEL_SGD = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
 
@@ -109,3 +110,8 @@ def test_an_optimizer_of_pytorch_is_told_what_takes_its_place(foreach: bool) -> 
     with pytest.raises(UnsupportedParameter, match=r"step the one that chunked\(model, AdamW\(...\)\) returns"):
         other.step()
     release(model)
+
+
+def test_an_optimizer_rule_whose_flag_is_no_flag() -> None:
+    with pytest.raises(InvalidInput, match="decoupled must be True or False, found 'no'"):
+        Settings(kind=StepRule.ADAM, lr=0.1, decoupled="no")  # type: ignore[arg-type]

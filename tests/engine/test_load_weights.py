@@ -302,6 +302,38 @@ def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
             load_weights(run.model, path)
 
 
+@pytest.mark.parametrize(
+    "there", ["../other/model-1.safetensors", "{}/other/model-1.safetensors", "a/../../other/x", ""]
+)
+def test_an_index_that_names_files_of_another_folder(tmp_path: Path, there: str) -> None:
+    path = in_shards(tmp_path / "a", plain_weights())
+    (in_shards(tmp_path / "other", plain_weights()) / "model.safetensors.index.json").unlink()
+    index = path / "model.safetensors.index.json"
+    whole, name = json.loads(index.read_text()), there.format(tmp_path)
+    whole["weight_map"] = {key: name if "-1" in place else place for key, place in whole["weight_map"].items()}
+    index.write_text(json.dumps(whole))
+    said = f"index.json: its weight_map names {name!r}, expected files of its own folder"
+    with Run("cpu", build=lambda: Language(tied=True)) as run:
+        before = run.values()
+        with pytest.raises(CheckpointDamaged, match=re.escape(said)):
+            load_weights(run.model, path)
+        assert_same(before, run.values())
+
+
+def test_files_that_are_links_to_another_folder(tmp_path: Path) -> None:
+    """As the cache of Hugging Face has them: a snapshot of links to blobs."""
+    weights, blobs = plain_weights(), tmp_path / "blobs"
+    path = in_shards(tmp_path / "snapshots", weights)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(path.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(Path("..") / "blobs" / str(number))
+    with Run("cpu", build=lambda: Language(tied=True)) as run:
+        load_weights(run.model, path)
+        loaded = run.model.state_dict()
+        assert all(torch.equal(loaded[name], weights[name].to(loaded[name].dtype)) for name in untied(weights))
+
+
 def test_a_name_in_two_files(tmp_path: Path) -> None:
     """As a file of another save leaves it, that is still there: nothing says which of the values is meant."""
     path = in_shards(tmp_path / "a", plain_weights())

@@ -51,6 +51,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lr": float("nan")}, "lr: expected a number in [0, inf), found nan"),
     ({"lr": True}, "lr: expected a number"),
     ({"lr": "fast"}, "lr: expected a number"),
+    ({"lr": 10**5000}, "lr: expected a number in [0, inf), found a whole number of 16610 bits"),
+    ({"step": 10**400}, "step: expected at most 9223372036854775807, found a whole number of 1329 bits"),
+    ({"decoupled": "no"}, "decoupled: expected True or False, found 'no'"),
     ({"beta1": 1.0}, "beta1: expected a number in [0, 1), found 1.0"),
     ({"grad_scale": float("inf")}, "grad_scale: expected a number in [0, inf), found inf"),
     ({"backend": "magic"}, "backend: expected one of cuda, "),
@@ -102,6 +105,10 @@ def test_momentum_is_needed_where_it_decays() -> None:
         ps_kernels.sgd_step(floats(), None, floats(), lr=0.1, momentum_decay=0.9)
 
 
+def spans(rows: Any) -> None:
+    ps_kernels.sumsq_finite(floats(), np.zeros((1, 2), np.float32), spans=rows)
+
+
 CALLS: list[tuple[Callable[[], None], str]] = [
     (lambda: ps_kernels.sumsq_finite(floats(), floats(3)), "out: expected shape (2,), found (3,)"),
     (lambda: ps_kernels.sumsq_finite(np.ones((2, 2), np.float32), floats(2)), "x: expected shape (4,), found (2, 2)"),
@@ -114,17 +121,29 @@ CALLS: list[tuple[Callable[[], None], str]] = [
         lambda: ps_kernels.sumsq_finite(floats(), np.zeros((1, 2), np.float32), spans=[(3, 2)]),
         "spans: expected runs within 4 elements, found 3 to 2",
     ),
+    (lambda: spans([(0,)]), "spans: expected pairs of whole numbers, found (0,)"),
+    (lambda: spans([3]), "spans: expected pairs of whole numbers, found 3"),
+    (lambda: spans([(0.0, 4.0)]), "spans: expected pairs of whole numbers, found (0.0, 4.0)"),
+    (lambda: spans([(0, 10**5000)]), "spans: expected runs within 4 elements, found 0 to a whole number of 16610 bits"),
+    (lambda: spans(5), "spans: expected a list, found int"),
     (lambda: ps_kernels.accumulate(floats(), floats(5)), "grad: expected shape (4,), found (5,)"),
     (lambda: ps_kernels.accumulate(floats(), floats(), scale=-1), "scale: expected a number"),
     (lambda: ps_kernels.gather([floats()], floats(6), [3]), "tensors[0]: 4 elements from offset 3 do not lie in"),
     (lambda: ps_kernels.gather([floats()], floats(6), [-1]), "tensors[0]: 4 elements from offset -1 do not lie in"),
+    (lambda: ps_kernels.gather([floats()], floats(6), [10**5000]), "tensors[0]: 4 elements from offset a whole number"),
+    (lambda: ps_kernels.gather([floats()], floats(6), None), "offsets: expected a list, found NoneType"),  # type: ignore[arg-type]
+    (lambda: ps_kernels.gather(None, floats(6), [0]), "tensors: expected a list, found NoneType"),  # type: ignore[arg-type]
     (lambda: ps_kernels.gather([floats()], floats(6), []), "offsets: expected one for each of 1 tensors, found 0"),
     (lambda: ps_kernels.gather([floats(2), floats(2)], floats(6), [0, 1]), "offsets: pieces (0, 2) and (1, 3)"),
     (lambda: ps_kernels.gather([floats(2, np.float64)], floats(6), [0]), "tensors[0]: expected float32 or float16 or"),
     (lambda: ps_kernels.gather([floats(2)], floats(6, np.int64), [0]), "tensors[0]: expected int64, found float32"),
     (lambda: ps_kernels.scatter(floats(6), [0], [torch.ones(2)]), "tensors[0]: expected a numpy array on cpu"),
     (lambda: ps_kernels.scatter(floats(6), [0], [np.ones((4, 4), np.float32)[:, :1]]), "tensors[0]: not contiguous"),
+    (lambda: ps_kernels.sum_in_order(5, floats()), "parts: expected a list, found int"),  # type: ignore[arg-type]
     (lambda: ps_kernels.set_threads(0), "count: expected a whole number from 1, found 0"),
+    (lambda: ps_kernels.set_threads(2**31), "count: expected at most 4096, found 2147483648"),
+    (lambda: ps_kernels.set_threads(1, cores=5), "cores: expected a list, found int"),  # type: ignore[arg-type]
+    (lambda: ps_kernels.set_threads(1, cores=[0.0]), "cores: expected 1 different ones of"),  # type: ignore[list-item]
 ]
 
 
@@ -141,6 +160,28 @@ def test_pieces_out_of_the_chunk_itself_are_refused() -> None:
     twice = floats(2)
     with pytest.raises(InvalidArgument, match=re.escape("tensors[0] and tensors[1] share memory")):
         ps_kernels.scatter(chunk, [0, 2], [twice, twice])
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_mkldnn], ids=["sparse", "mkldnn"])
+def test_a_tensor_that_is_not_dense(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def dense() -> torch.Tensor:
+        return torch.ones(4)
+
+    calls: dict[str, Callable[[torch.Tensor], None]] = {
+        "grad": lambda wrong: ps_kernels.adam_step(dense(), dense(), dense(), wrong, step=1, lr=0.1),
+        "x": lambda wrong: ps_kernels.sumsq_finite(wrong, torch.zeros(2)),
+        "tensors[0]": lambda wrong: ps_kernels.gather([wrong], dense(), [0]),
+        "chunk": lambda wrong: ps_kernels.scatter(wrong, [0], [dense()]),
+        "parts[0]": lambda wrong: ps_kernels.sum_in_order([wrong], dense()),
+    }
+    for name, call in calls.items():
+        with pytest.raises(InvalidArgument, match=re.escape(f"{name}: expected a dense tensor, found one of layout")):
+            call(make(dense()))
+
+
+def test_a_flag_of_the_cross_entropy() -> None:
+    with pytest.raises(InvalidArgument, match="gradient: expected True or False, found 'no'"):
+        ps_kernels.cross_entropy(torch.ones(4, 16), torch.zeros(4, dtype=torch.int64), torch.empty(4), gradient="no")  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

@@ -61,6 +61,23 @@ def test_alignment_and_zeros(size: int) -> None:
         assert arena.tensor(128, 1, torch.uint8).data_ptr() % 128 == 0
 
 
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        pytest.param(
+            2**60, r"bytes: this computer does not give 1,152,921,504,606,846,976 bytes \(.+\)", id="address space"
+        ),
+        pytest.param(
+            10**400, "bytes: expected at most 9223372036854775807, found a whole number of 1329 bits", id="400 digits"
+        ),
+        pytest.param("1GiB", "bytes: expected a whole number from 1, found '1GiB'", id="text"),
+    ],
+)
+def test_memory_that_no_computer_gives(size: int, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        PinnedArena(size, pin=False)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from Linux")
 def test_it_takes_what_was_asked_for() -> None:
     """In a process of its own: 65 MiB, which an allocator of powers of two would make 128."""
@@ -289,3 +306,13 @@ def test_places_that_are_refused(place: tuple[int, int]) -> None:
     arena = PinnedArena(4096, pin=False)
     with pytest.raises(InvalidArgument, match="expected a multiple of 4, and an end within 4096 bytes"):
         arena.tensor(*place, torch.float32)
+
+
+def test_a_window_is_given_by_whole_numbers_and_a_type() -> None:
+    arena, wrong = PinnedArena(4096, pin=False), "expected a whole number of 64 bits, found"
+    with pytest.raises(InvalidArgument, match=f"offset: {wrong} 0.5"):
+        arena.tensor(0.5, 4, torch.float32)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=f"numel: {wrong} a whole number of 1329 bits"):
+        arena.tensor(0, 10**400, torch.float32)
+    with pytest.raises(InvalidArgument, match=r"dtype: expected a torch\.dtype, found 'float32'"):
+        arena.tensor(0, 4, "float32")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,13 @@ def listed() -> Path:
     return Path("listed")
 
 
+def indexed(name: str) -> Path:
+    bare()
+    index = {"weight_map": {"weight": name}}
+    Path("bare/model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+    return Path("bare")
+
+
 def bare() -> Path:
     changed(saved(), Path("bare"), "config.json", lambda found: None)
     Path("bare/model.safetensors").unlink()
@@ -160,6 +168,11 @@ row(
     reads(saved),
 )
 row("expected a directory that save_pretrained wrote", reads(bare), reads(saved))
+row(
+    "{}: its weight_map names {}, expected files of its own folder",
+    reads(lambda: indexed("../saved/model.safetensors")),
+    reads(saved),
+)
 row("is {} in the file, config.json says", reads(lambda: with_value("n_embd", 64)), reads(saved))
 row("the file is of another class of model, or damaged", reads(lambda: with_value("n_layer", 3)), reads(saved))
 without("files of weights need safetensors: {}", "safetensors", lambda: saved("again"), model_of)

@@ -38,7 +38,10 @@ def mutate(plan: Plan, rng: random.Random) -> Mutant | None:
     """One random change; None where the change drawn has nothing to change."""
     if rng.random() < 0.06:
         return _mutate_home(plan, rng)
-    which = rng.choices(range(len(plan.segments)), [len(segment.instrs) for segment in plan.segments])[0]
+    sizes = [len(segment.instrs) for segment in plan.segments]
+    if not any(sizes):
+        return None
+    which = rng.choices(range(len(plan.segments)), sizes)[0]
     segment = plan.segments[which]
     how = rng.choice(tuple(_CHANGES))
     instrs = _CHANGES[how](list(segment.instrs), rng)

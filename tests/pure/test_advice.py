@@ -10,7 +10,7 @@ import pytest
 from _trainings import GIB, MIB, MODEL, timed, training
 from ps_core._command import advice as advising
 from ps_core._command.advice import advice, remedies
-from ps_core._command.forecast import Training, forecast, trace_of
+from ps_core._command.forecast import Forecast, Training, forecast, trace_of
 from ps_core._errors import DoesNotFit
 from ps_core._extents import Precision
 from ps_core._simulate.machine import MACHINES
@@ -93,6 +93,16 @@ def test_a_trace_is_as_it_was_recorded() -> None:
     trace = trace_of(MODEL, training(), offload=False)
     found = forecast(trace, training(host=512 * MIB))
     assert [label for label, _ in advising._levers(trace, found)] == ["--accumulate 4"]
+
+
+def test_what_steps_within_backward_rule_out_is_not_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need one micro-batch a step, and one GPU."""
+    asked = training(batch=8, precision=Precision.FP32)
+    monkeypatch.setattr(Forecast, "passes_alone_s", 0.0)  # so that waiting for the optimizer is all that takes time
+    assert "--accumulate 4" in dict(advising._levers(MODEL, forecast(MODEL, asked)))
+    assert "--accumulate 4" not in dict(advising._levers(MODEL, forecast(MODEL, replace(asked, step_in_backward=True))))
+    small = replace(CASES["too little of everything"], step_in_backward=True)
+    assert list(advising._clusters(MODEL, small)) == []
 
 
 def test_checkpoints_may_leave_if_they_were_told_to_stay() -> None:

@@ -54,13 +54,23 @@ def test_tiers_that_are_not_there() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"gpus": 0}, "gpus must be at least 1, found 0"),
-        ({"nodes": 0}, "nodes must be at least 1, found 0"),
-        ({"copies": 0}, "copies must be at least 1, found 0"),
+        ({"gpus": 0}, "gpus must be a whole number of at least 1, found 0"),
+        ({"nodes": 0}, "nodes must be a whole number of at least 1, found 0"),
+        ({"copies": 0}, "copies must be a whole number of at least 1, found 0"),
         ({"gpus": 6, "copies": 4}, "6 GPUs cannot have 4 copies of a model, of equally many each"),
         ({"gpus": 6, "nodes": 4}, "6 GPUs cannot be spread evenly over 4 nodes"),
-        ({"device_memory": -1}, "device_memory cannot be negative"),
-        ({"device_reserve": -1}, "device_reserve cannot be negative"),
+        ({"device_memory": -1}, "device_memory must be a whole number of at least 0, found -1"),
+        ({"device_reserve": -1}, "device_reserve must be a whole number of at least 0, found -1"),
+        ({"device_memory": float("nan")}, "device_memory must be a whole number of at least 0, found nan"),
+        ({"host_memory": float("inf")}, "host_memory must be a whole number of at least 0, found inf"),
+        ({"device_memory": "20GiB"}, "device_memory must be a whole number of at least 0, found '20GiB'"),
+        ({"disk": 10**400}, "disk must be a whole number of at most 4611686018427387904, found a whole number of 1329"),
+        ({"gpus": 2.0}, "gpus must be a whole number of at least 1, found 2.0"),
+        ({"nonmodel_overhead": 10**400}, "nonmodel_overhead must be a finite number of at least 0 and at most 10"),
+        (
+            {"nonmodel_overhead": None},
+            "nonmodel_overhead must be a finite number of at least 0 and at most 10, found None",
+        ),
         ({"nonmodel_overhead": -0.1}, "nonmodel_overhead must be"),
         ({"nonmodel_overhead": float("nan")}, "nonmodel_overhead must be"),
         ({"device_memory": 0, "host_memory": 0}, "needs device memory or host memory"),
@@ -88,3 +98,18 @@ def test_hops(ranks: int, ranks_per_node: int, ring: tuple[int, int], tree: tupl
     hops = (LINK_HOP_S, NODE_HOP_S)
     assert ring_s(ranks, ranks_per_node) == pytest.approx(sum(a * b for a, b in zip(ring, hops, strict=True)))
     assert tree_s(ranks, ranks_per_node) == pytest.approx(sum(a * b for a, b in zip(tree, hops, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "says"),
+    [
+        ("device", 1e6, "capacity_bytes of tier 'device' must be a whole number of at least 0, found 1000000.0"),
+        ("host", -1, "capacity_bytes of tier 'host' must be a whole number of at least 0, found -1"),
+        ("disk", 10**5000, "must be a whole number of at most 4611686018427387904, found a whole number of 16610 bits"),
+        (0, 128, "a tier's name must be device, host or disk; found 0"),
+    ],
+    ids=["float", "negative", "5000 digits", "name"],
+)
+def test_a_tier_that_makes_no_sense_is_refused(name: Any, size: Any, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        Tier(name, size)

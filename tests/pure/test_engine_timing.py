@@ -151,5 +151,5 @@ def test_damage_shows_where_the_processor_computes_too() -> None:
     plan = replace(resident_plan(), tiers=(Tier("host", 4096),))
     passing = plan.segments[0]
     late = replace(passing, instrs=(replace(passing.instrs[0], after=(7,)), *passing.instrs[1:]))
-    with pytest.raises(PlanMismatch, match="waits for one that comes later"):
+    with pytest.raises(PlanMismatch, match="an instruction waits for 7, which is not there"):
         simulate(tiny(), replace(plan, segments=(late, plan.segments[1])), LEFT)

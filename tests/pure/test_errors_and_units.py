@@ -76,7 +76,26 @@ def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["20Gb?", "", "GiB", "-1", "1e9", "20 XB", "24X", "G", "9" * 30, -5, True, 2.5, None])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "20Gb?",
+        "",
+        "GiB",
+        "-1",
+        "1e9",
+        "20 XB",
+        "24X",
+        "G",
+        "9" * 30,
+        2**70,
+        pytest.param(10**5000, id="5000 digits"),
+        -5,
+        True,
+        2.5,
+        None,
+    ],
+)
 def test_what_is_no_size_is_refused_in_one_line(text):
     with pytest.raises(InvalidInput) as caught:
         parse_bytes(text)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ps_core._errors import InvalidInput
+from ps_core._input_files import stays_inside
+from ps_core._simulate.machine import machine
 from ps_core._workloads.hf import shape_from_config
 from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.traces_from_shapes import analytic_trace
 from ps_core._workloads.workload import Workload
+from ps_core.cli import main
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -94,10 +98,33 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("[1]")
     with (tmp_path / "long").open("wb") as file:
         file.truncate(2**25)
-    said = {"missing": "cannot read", "binary": "not a readable text", "list": "JSON object, found list", "long": "too"}
+    said = {
+        "missing": "cannot read",
+        "binary": "not a readable text",
+        "list": "JSON object, found list",
+        "long": "too long: expected at most 16.0 MiB",
+    }
     for name, words in said.items():
         with pytest.raises(InvalidInput, match=words) as caught:
             shape_from_config(tmp_path / name)
         assert "\n" not in str(caught.value)
     with pytest.raises(InvalidInput, match="not a readable"):
         shape_from_config("a\0b")
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe"])
+def test_what_never_ends_is_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with pytest.raises(InvalidInput, match="is not a readable text file: expected a regular file, found a device or"):
+        shape_from_config(Path(name))
+    with pytest.raises(InvalidInput, match=r"cannot read machine file .*: expected a regular file, found a device or"):
+        machine(name)
+    assert main(["plan", "--trace", name]) == main(["plan", "--hf", name]) == 2
+
+
+def test_names_that_stay_inside_their_folder() -> None:
+    for name in ("a.safetensors", "parts/a.safetensors", "..a", "a..b"):
+        assert stays_inside(name)
+    for name in ("", ".", "..", "../a", "parts/../../a", "/a", "//a", "C:\\a", "\\a", "..\\a", "a\0"):
+        assert not stays_inside(name)

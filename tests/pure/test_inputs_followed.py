@@ -15,7 +15,7 @@ import pytest
 import ps_core
 from _followed import Followed, refused
 from _trainings import training
-from ps_core import AdamW, Budget, Group, Options, TorchOptimizer, cli, demo
+from ps_core import AdamW, Budget, Group, Options, Precision, Setup, TorchOptimizer, cli, demo
 from ps_core._options import check_unused, mark_used
 from ps_core._planner import plan_cache
 from ps_core._simulate.cluster import Cluster
@@ -80,13 +80,19 @@ def one_budget_for_two() -> None:
 for name, bad, good in (
     ("step must be one of", {"step": "soon"}, {"step": "in_backward"}),
     ("policy must be one of", {"policy": "random"}, {"policy": "lru"}),
-    ("prefetch must be a whole number", {"prefetch": -1}, {"prefetch": 0}),
-    ("{} must be True or False", {"pin": 1}, {"pin": True}),
     ("keep_fp32 must be a tuple", {"keep_fp32": "norm"}, {"keep_fp32": ("norm*",)}),
     ("plan_cache must be the path", {"plan_cache": 3}, {"plan_cache": "plans"}),
     ("machine must be a machine's name", {"machine": 3}, {"machine": "t4"}),
 ):
     row(f"Options.{name}", lambda bad=bad: Options(**bad), lambda good=good: Options(**good))
+row("{} must be a whole number of at least {}", lambda: Options(prefetch=-1), lambda: Options(prefetch=0))
+row("{} must be a whole number of at most {}", lambda: Setup(accumulate=1025), lambda: Setup(accumulate=1024))
+row(
+    "{} must be a finite number of at least {}{}",
+    lambda: Setup(nonmodel_overhead=11),
+    lambda: Setup(nonmodel_overhead=10),
+)
+row("{} must be True or False", lambda: Options(pin=1), lambda: Options(pin=True))
 row("{} must be at least {}, found {}", lambda: Options(group_bytes=0), lambda: Options(group_bytes=1))
 row("must be a finite number of at least 0", lambda: AdamW(lr=-1), lambda: AdamW(lr=0))
 row("Group.kind is for a TorchOptimizer", lambda: grouped(kind=dict), lambda: TorchOptimizer(dict, groups=kinds()))
@@ -133,7 +139,7 @@ def command(part: str, wrong: str, *right: str) -> None:
 
 PLAN = "plan gpt-2x32 --device-memory 8GiB --host-memory 64GiB --seq 64 --brief"
 command("_command/arguments.py:error", f"{PLAN} --btach 2", f"{PLAN} --batch 2")
-row("{} must be at least 1, found {}", lambda: cluster(gpus=0), lambda: cluster(gpus=1))
+row("{} must be at least 1, found {}", lambda: training(batch=0), lambda: training(batch=1))
 row("a group of {} bytes cannot hold one parameter", lambda: training(group_bytes=1), lambda: training(group_bytes=64))
 command(
     "--offload-checkpoints needs", f"{PLAN} --offload-checkpoints --no-checkpointing", f"{PLAN} --offload-checkpoints"
@@ -165,6 +171,20 @@ command(
     "--step-speculative needs one GPU (--gpus 1)",
     f"{PLAN} --step-speculative --accumulate 2 --precision fp16",
     f"{PLAN} --step-speculative --gpus 1 --accumulate 1 --precision fp16",
+)
+EARLY = {"step_in_backward": True}
+row(
+    "speculative is for steps within backward",
+    lambda: Setup(speculative=True),
+    lambda: Setup(speculative=True, **EARLY),
+)
+row(
+    "step_in_backward needs one process", lambda: Setup(ranks=2, **EARLY), lambda: Setup(ranks=1, accumulate=1, **EARLY)
+)
+row(
+    "step_in_backward with fp16, whose loss scale may skip a step, needs speculative=True",
+    lambda: Setup(precision=Precision.FP16, **EARLY),
+    lambda: Setup(precision=Precision.FP16, speculative=True, **EARLY),
 )
 command("no model is called {}; {}", PLAN.replace("gpt-2x32", "gtp-2x32"), PLAN)
 command("unknown machine {} (known: {}; or a .toml file)", f"{PLAN} --machine v1000", f"{PLAN} --machine v100")
@@ -227,9 +247,9 @@ def cluster(**more: Any) -> Cluster:
 row("GPUs cannot be spread evenly over {} nodes", lambda: cluster(nodes=3), lambda: cluster(nodes=2))
 row("a disk is reached through host memory", lambda: cluster(disk=1, host_memory=0), lambda: cluster(disk=1))
 row(
-    "workload: {} must be a whole number of at least 1",
-    lambda: Workload(batch=0, seq=8),
-    lambda: Workload(batch=1, seq=8),
+    "workload: offload_checkpoints needs checkpointing",
+    lambda: Workload(offload_checkpoints=True, checkpointing=False),
+    lambda: Workload(offload_checkpoints=True, checkpointing=True),
 )
 row(
     "positions, too few for a sequence of {}",

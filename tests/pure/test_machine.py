@@ -88,6 +88,10 @@ def test_a_base_fills_in_the_rest() -> None:
         ('base = "t4"\nh2d_bandwidth = "fast"', "found 'fast'"),
         ('base = "t4"\nh2d_bandwidth = inf', "found inf"),
         ('base = "t4"\nh2d_bandwidth = nan', "found nan"),
+        (
+            f'base = "t4"\nh2d_bandwidth = {10**400}',
+            "h2d_bandwidth must be 1 to 1e+24, found a whole number of 1329 bits",
+        ),
         ('base = "t4"\nmemory_bytes = 1.5', "memory_bytes must be a whole number, found 1.5"),
         ('base = "t4"\nmemory_bytes = false', "found False"),
         ('base = "t4"\nhost_memory_bytes = 0', "host_memory_bytes must be a number above 0"),

@@ -49,6 +49,8 @@ def test_a_match_sees_the_parameter():
     [
         lambda: Adam(lr=-1),
         lambda: AdamW(lr=float("nan")),
+        lambda: AdamW(lr=10**5000),
+        lambda: Options(prefetch=10**400),
         lambda: SGD(lr=float("inf")),
         lambda: SGD(lr=True),
         lambda: SGD(lr="fast"),

@@ -154,7 +154,7 @@ def test_the_optimizer_has_any_number_of_states(states):
 
 @pytest.mark.parametrize("states", [-1, 5])
 def test_no_other_number_of_states(states):
-    with pytest.raises(InvalidInput, match=f"states must be 0 to 4, found {states}"):
+    with pytest.raises(InvalidInput, match=f"states must be a whole number of at (least 0|most 4), found {states}"):
         program(states=states)
 
 
@@ -222,10 +222,26 @@ def test_fragmentation_adds_to_non_model_bytes():
 
 
 def test_accumulating_less_than_once_is_refused():
-    with pytest.raises(InvalidInput, match="accumulate must be 1 to 1024, found 0"):
+    with pytest.raises(InvalidInput, match="accumulate must be a whole number of at least 1, found 0"):
         program(accumulate=0)
-    with pytest.raises(InvalidInput, match="found 1025"):
+    with pytest.raises(InvalidInput, match="accumulate must be a whole number of at most 1024, found 1025"):
         program(accumulate=1025)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ({"copies": 0}, "copies must be a whole number of at least 1, found 0"),
+        ({"states": "x"}, "states must be a whole number of at least 0, found 'x'"),
+        ({"accumulate": None}, "accumulate must be a whole number of at least 1, found None"),
+        ({"precision": "bf16"}, "precision must be a Precision, found 'bf16'"),
+        ({"nonmodel_overhead": float("nan")}, "nonmodel_overhead must be a finite number of at least 0 and at most 10"),
+        ({"training": "no"}, "training must be True or False, found 'no'"),
+    ],
+)
+def test_a_program_of_other_values_is_refused(wrong, found):
+    with pytest.raises(InvalidInput, match=found):
+        program(**wrong)
 
 
 def test_tiers_links_and_workers():

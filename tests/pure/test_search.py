@@ -202,18 +202,35 @@ def test_group_sizes_are_fewer_in_a_hurry_and_as_given():
     assert group_sizes(trace, Setup(group_numel=7)) == [7]
 
 
+EARLY = {"step_in_backward": True}
+
+
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "found"),
     [
-        {"precision": "bf16"},
-        {"policy": "lru"},
-        {"ranks": 2.5},
-        {"nonmodel_overhead": -1.0},
-        {"nonmodel_overhead": float("nan")},
+        ({"precision": "bf16"}, "precision must be a Precision, found 'bf16'"),
+        ({"policy": "lru"}, "policy must be a Policy, found 'lru'"),
+        ({"ranks": 2.5}, "ranks must be a whole number of at least 1, found 2.5"),
+        ({"copies": 0}, "copies must be a whole number of at least 1, found 0"),
+        ({"states": "x"}, "states must be a whole number of at least 0, found 'x'"),
+        ({"accumulate": None}, "accumulate must be a whole number of at least 1, found None"),
+        ({"group_numel": 0}, "group_numel must be a whole number of at least 1, found 0"),
+        (
+            {"group_numel": 10**400},
+            "group_numel must be a whole number of at most 46116.*, found a whole number of 1329",
+        ),
+        ({"ranks_per_node": "all"}, "ranks_per_node must be a whole number of at least 1, found 'all'"),
+        ({"nonmodel_overhead": -1.0}, "nonmodel_overhead must be a finite number of at least 0 and at most 10"),
+        ({"nonmodel_overhead": float("nan")}, "at most 10, found nan"),
+        ({"quick": "yes"}, "quick must be True or False, found 'yes'"),
+        ({"speculative": True}, "speculative is for steps within backward: give step_in_backward=True too"),
+        ({**EARLY, "accumulate": 2}, "one micro-batch a step, .*; found 1 processes and accumulate=2"),
+        ({**EARLY, "ranks": 2, "copies": 2}, "needs one process .*; found 4 processes and accumulate=1"),
+        ({**EARLY, "precision": Precision.FP16}, "fp16, whose loss scale may skip a step, needs speculative=True"),
     ],
 )
-def test_setups_that_make_no_sense_are_refused(bad):
-    with pytest.raises(InvalidInput):
+def test_setups_that_make_no_sense_are_refused(bad, found):
+    with pytest.raises(InvalidInput, match=found):
         Setup(**bad)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -278,8 +278,8 @@ def test_the_busiest_queue_bounds_the_step() -> None:
     assert round(found.stalled_s, 6) == 8
 
 
-@pytest.mark.parametrize(("iterations", "ranks_per_node"), [(0, None), (3, 0), (3, 2)])
-def test_senseless_arguments_are_refused(iterations: int, ranks_per_node: int | None) -> None:
+@pytest.mark.parametrize(("iterations", "ranks_per_node"), [(0, None), (3, 0), (3, 2), ("x", None), (3, "x")])
+def test_senseless_arguments_are_refused(iterations: Any, ranks_per_node: Any) -> None:
     with pytest.raises(InvalidInput):
         simulate(tiny(), resident_plan(), LEFT, iterations=iterations, ranks_per_node=ranks_per_node)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ps_core import Setup, Tier, analytic_trace, find_plan, machine
+from ps_core._errors import InvalidInput
 from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import Copy, Instr, Norm, Queue, Release, Reserve, Run, Segment, Step
 from ps_core._simulate.clock import simulate
@@ -190,3 +191,21 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     for more in (["--accumulate", "2"], ["--precision", "fp16"], ["--gpus", "2"]):
         assert main([*words, "--step-in-backward", *more]) == 2
         assert "--step-in-backward needs one GPU (--gpus 1), one micro-batch a step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("early", "says"),
+    [
+        (
+            {"step_in_backward": True},
+            "one micro-batch a step, .* found 1 processes and accumulate=2",
+        ),
+        ({"speculative": True}, "speculative is for steps within backward: give step_in_backward=True too"),
+    ],
+)
+def test_what_cannot_be_stepped_within_backward_is_not_simulated(early: dict[str, bool], says: str) -> None:
+    trace = analytic_trace(shape("gpt-10m"), Workload(batch=1, seq=64))
+    tiers = (Tier("device", 1 << 28), Tier("host", 1 << 32))
+    found = find_plan(trace, tiers, machine("h200"), setup=Setup(accumulate=2))
+    with pytest.raises(InvalidInput, match=says):
+        simulate(found.program, found.plan, machine("h200"), **early)

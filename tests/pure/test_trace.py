@@ -66,6 +66,14 @@ X = Activation(name="x", bytes=1)
         (lambda: trace(moment(flops=-1.0)), "flops of 'x'"),
         (lambda: trace(moment(flops=float("nan"))), "flops of 'x'"),
         (lambda: trace(moment(flops="1")), "flops of 'x'"),
+        (
+            lambda: trace(moment(flops=10**400)),
+            "flops of 'x' must be a finite number of at least 0, found a whole number",
+        ),
+        (
+            lambda: trace(moment(nonmodel_bytes=10**400)),
+            "nonmodel_bytes of 'x' must be a whole number of at most 46116",
+        ),
         (lambda: trace(moment(flops=1.0, attention_flops=2.0)), "attention_flops of 'x' must be a part of its 1 flops"),
         (lambda: trace(moment(elements=-1.0)), "elements of 'x'"),
         (lambda: trace(moment(grads=(0,))), "has gradients"),

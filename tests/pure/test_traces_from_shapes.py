@@ -334,7 +334,7 @@ def test_tracing_takes_as_much_for_every_layer() -> None:
     [
         ({"batch": 0}, "batch must be a whole number"),
         ({"seq": True}, "seq must be a whole number"),
-        ({"checkpointing": 1}, "checkpointing must be true or false"),
+        ({"checkpointing": 1}, "checkpointing must be True or False"),
         ({"precision_bytes": 3}, "precision_bytes must be 2 or 4"),
         ({"offload_checkpoints": True, "checkpointing": False}, "needs checkpointing"),
     ],

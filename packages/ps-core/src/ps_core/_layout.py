@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ps_core._errors import InvalidInput
 from ps_core._trace import Trace
+from ps_core._units import check_whole
 
 SHARD_ALIGNMENT_NUMEL = 64
 """Elements in 128 bytes of 16 bits. Optimizer steps are bitwise the same only if cut at multiples of this."""
@@ -64,8 +64,8 @@ def lay_out(trace: Trace, *, group_numel: int, ranks: int = 1) -> Layout:
 
     Tensors first used at the same moment stay together where they fit, so that groups end where layers do.
     """
-    if group_numel < 1 or ranks < 1:
-        raise InvalidInput(f"group_numel and ranks must be at least 1, found {group_numel} and {ranks}")
+    check_whole("group_numel", group_numel, 1)
+    check_whole("ranks", ranks, 1)
     runs: list[tuple[int, list[int]]] = []
     open_run: dict[tuple[bool, bool], int] = {}
     filled: list[int] = []

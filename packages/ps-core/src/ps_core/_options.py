@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, ClassVar, Self, TypeAlias
 
 from ps_core._errors import InvalidInput
-from ps_core._units import parse_bytes
+from ps_core._units import check_flag, check_whole, is_finite, parse_bytes, shown
 
 Match: TypeAlias = Callable[[str, Any], bool]
 """A function of a parameter's name and the parameter. (`Any`: whatever the executor uses for parameters.)"""
@@ -188,7 +188,7 @@ class Budget(_UsedByOneModel):
 
     def split(self, *parts: float) -> tuple[Budget, ...]:
         """Return budgets that together are this one: ``student, teacher = budget.split(3, 1)``. None stays None."""
-        numbers = [part for part in parts if isinstance(part, int | float) and 0 < part < math.inf]
+        numbers = [part for part in parts if is_finite(part) and part > 0]
         if len(numbers) < 2 or len(numbers) < len(parts):
             raise InvalidInput(
                 f"Budget.split expects two parts or more, as in split(3, 1), each above 0; found {parts!r}"
@@ -274,12 +274,10 @@ class Options(_ByName):
             raise InvalidInput(f"Options.step must be one of {', '.join(STEPS)}; found {self.step!r}")
         if self.policy not in POLICIES:
             raise InvalidInput(f"Options.policy must be one of {', '.join(POLICIES)}; found {self.policy!r}")
-        prefetch = self.prefetch
-        if prefetch is not None and (not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0):
-            raise InvalidInput(f"Options.prefetch must be a whole number of at least 0, or None; found {prefetch!r}")
+        if self.prefetch is not None:
+            check_whole("Options.prefetch", self.prefetch)
         for name in ("poison", "pin", "cap_allocator", "cast_inputs"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInput(f"Options.{name} must be True or False, found {getattr(self, name)!r}")
+            check_flag(f"Options.{name}", getattr(self, name))
         if not isinstance(self.keep_fp32, tuple) or not all(isinstance(name, str) for name in self.keep_fp32):
             raise InvalidInput(f"Options.keep_fp32 must be a tuple of name patterns, found {self.keep_fp32!r}")
         if self.plan_cache is not None and not isinstance(self.plan_cache, str):
@@ -294,7 +292,7 @@ def _bytes(what: str, size: int | str | None, least: int = 0) -> None:
     except InvalidInput as error:
         raise InvalidInput(f"{what}: {error}") from None
     if count < least:
-        raise InvalidInput(f"{what} must be at least {least}, found {size!r}")
+        raise InvalidInput(f"{what} must be at least {least}, found {shown(size)}")
 
 
 def _kind(value: object) -> str:
@@ -302,10 +300,9 @@ def _kind(value: object) -> str:
 
 
 def _number(what: str, value: object, *, below: float = math.inf) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below
-    if not good:
+    if not is_finite(value) or not 0 <= value < below:
         limit = "" if below == math.inf else f" and below {below:g}"
-        raise InvalidInput(f"{what} must be a finite number of at least 0{limit}, found {value!r}")
+        raise InvalidInput(f"{what} must be a finite number of at least 0{limit}, found {shown(value)}")
 
 
 def _check(optimizer: object, lr: object, weight_decay: object, groups: object) -> None:

@@ -29,6 +29,8 @@ from typing import TypeAlias
 
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._extents import Extent, SegmentName
+from ps_core._units import check_whole, shown
+from ps_core._waiting_order import order_by_waits
 
 
 class Queue(IntEnum):
@@ -51,12 +53,19 @@ class Tier:
     """``device``, ``host`` or ``disk``."""
     capacity_bytes: int
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InvalidInput(f"a tier's name must be device, host or disk; found {self.name!r}")
+        check_whole(f"capacity_bytes of tier {self.name!r}", self.capacity_bytes)
+
 
 TIER_STACKS = (("device",), ("host",), ("device", "host"), ("host", "disk"), ("device", "host", "disk"))
 
 
 def check_tiers(tiers: tuple[Tier, ...]) -> None:
     """Raise `InvalidInput` for a list of tiers that is not one of `TIER_STACKS`."""
+    if not isinstance(tiers, tuple | list) or not all(isinstance(tier, Tier) for tier in tiers):
+        raise InvalidInput(f"tiers must be a tuple of Tier(name, capacity_bytes), found {shown(tiers)}")
     if tuple(tier.name for tier in tiers) not in TIER_STACKS:
         stacks = ", ".join("-".join(stack) for stack in TIER_STACKS)
         found = "-".join(tier.name for tier in tiers)
@@ -251,17 +260,35 @@ class Segment:
     instrs: tuple[Instr, ...]
 
     def numbered_by_place(self) -> Segment:
-        """Return the segment with each instruction's place as its ``id``; itself if that is so."""
-        places = {instr.id: place for place, instr in enumerate(self.instrs)}
-        if [*places] == [*places.values()]:
+        """Return the segment with each instruction behind all that it waits for, and its place as its ``id``.
+
+        That is the segment itself if it is so already. Raise `PlanMismatch` if there is no such order.
+        """
+        if all(
+            instr.id == place and all(0 <= other < place for other in instr.after)
+            for place, instr in enumerate(self.instrs)
+        ):
             return self
-        try:
-            rows = [
-                replace(instr, id=place, after=tuple([places[each] for each in instr.after]))
-                for place, instr in enumerate(self.instrs)
-            ]
-        except KeyError as error:
-            raise PlanMismatch(f"{self.name.value}: an instruction waits for {error}, which is not there") from None
+        listed = {instr.id: place for place, instr in enumerate(self.instrs)}
+        if len(listed) < len(self.instrs):
+            raise PlanMismatch(f"{self.name.value}: two instructions have the same id")
+        waits = []
+        tails: dict[Queue, int] = {}
+        for place, instr in enumerate(self.instrs):
+            try:
+                before = {listed[other] for other in instr.after}
+            except KeyError as error:
+                raise PlanMismatch(f"{self.name.value}: an instruction waits for {error}, which is not there") from None
+            waits.append(before | {tails.get(instr.queue, place)} - {place})
+            tails[instr.queue] = place
+        order = order_by_waits(waits)
+        if order is None:
+            raise PlanMismatch(f"{self.name.value}: instructions wait for each other")
+        places = {self.instrs[number].id: place for place, number in enumerate(order)}
+        rows = [
+            replace(instr, id=places[instr.id], after=tuple([places[each] for each in instr.after]))
+            for instr in map(self.instrs.__getitem__, order)
+        ]
         return replace(self, instrs=tuple(rows))
 
 
@@ -286,7 +313,7 @@ class Plan:
         raise InvalidInput(f"this plan has no segment {str(name)!r}")
 
     def numbered_by_place(self) -> Plan:
-        """Return the plan with the segments so numbered; itself if they are."""
+        """Return the plan with the segments so ordered and numbered; itself if they are."""
         segments = tuple([segment.numbered_by_place() for segment in self.segments])
         return self if all(map(is_, segments, self.segments)) else replace(self, segments=segments)
 

@@ -14,7 +14,7 @@ from ps_core._errors import InvalidInput
 from ps_core._extents import STATES, Extent, Kind, Precision, SegmentName, Use
 from ps_core._layout import Layout
 from ps_core._trace import Phase, Trace
-from ps_core._units import align_up
+from ps_core._units import align_up, check_flag, check_number, check_whole
 
 __all__ = ["MOST_MICRO_BATCHES", "WIRE_BYTES", "Extent", "Kind", "Precision", "Program", "SegmentName", "Visit"]
 
@@ -23,6 +23,16 @@ WIRE_BYTES = 256 * 2**20
 
 MOST_MICRO_BATCHES = 1024
 """The most micro-batches of a step; an iteration is written out, so more would only cost time."""
+
+
+def check_training(precision: Precision, states: int, accumulate: int, copies: int, nonmodel_overhead: float) -> None:
+    """Raise `InvalidInput` for a way to train that no program can have."""
+    if not isinstance(precision, Precision):
+        raise InvalidInput(f"precision must be a Precision, found {precision!r}")
+    check_whole("states", states, 0, len(STATES))
+    check_whole("accumulate", accumulate, 1, MOST_MICRO_BATCHES)
+    check_whole("copies", copies, 1)
+    check_number("nonmodel_overhead", nonmodel_overhead, 0, 10)
 
 
 class Visit(NamedTuple):
@@ -58,10 +68,8 @@ class Program:
     """How many copies of the model train together; the processes of each copy divide its groups."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.states <= len(STATES):
-            raise InvalidInput(f"states must be 0 to {len(STATES)}, found {self.states}")
-        if not 1 <= self.accumulate <= MOST_MICRO_BATCHES:
-            raise InvalidInput(f"accumulate must be 1 to {MOST_MICRO_BATCHES}, found {self.accumulate}")
+        check_flag("training", self.training)
+        check_training(self.precision, self.states, self.accumulate, self.copies, self.nonmodel_overhead)
 
     @property
     def ranks(self) -> int:

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from ps_core._errors import InvalidInput
+from ps_core._units import check_number, check_whole
 
 FORMAT = "patrickstar-trace/1"
 
@@ -158,11 +159,6 @@ def _moment(row: Any) -> Moment:
     return Moment(**{**row, **tuples, "phase": Phase(row["phase"])})
 
 
-def _whole(value: object, what: str, least: int = 0) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InvalidInput(f"trace: {what} must be a whole number of at least {least}, found {value!r}")
-
-
 def _indices(values: Iterable[object], count: int, what: str) -> None:
     seen: set[object] = set()
     for value in values:
@@ -174,16 +170,16 @@ def _indices(values: Iterable[object], count: int, what: str) -> None:
 
 
 def _check(trace: Trace) -> None:
-    _whole(trace.tokens, "tokens")
+    check_whole("trace: tokens", trace.tokens)
     for tensor in trace.tensors:
         _text(tensor.name)
-        _whole(tensor.numel, f"numel of {tensor.name!r}")
+        check_whole(f"trace: numel of {tensor.name!r}", tensor.numel)
         if not isinstance(tensor.trainable, bool):
             raise InvalidInput(f"trace: trainable of {tensor.name!r} must be true or false")
     if len({tensor.name for tensor in trace.tensors}) != len(trace.tensors):
         raise InvalidInput("trace: two tensors have the same name")
     for activation in trace.activations:
-        _whole(activation.bytes, f"bytes of {_text(activation.name)!r}", 1)
+        check_whole(f"trace: bytes of {_text(activation.name)!r}", activation.bytes, 1)
     backward = False
     before: tuple[int, ...] = ()
     for moment in trace.moments:
@@ -195,13 +191,11 @@ def _check(trace: Trace) -> None:
 
 def _check_moment(trace: Trace, moment: Moment, backward: bool) -> bool:
     name = _text(moment.name)
-    _whole(moment.nonmodel_bytes, f"nonmodel_bytes of {name!r}")
+    check_whole(f"trace: nonmodel_bytes of {name!r}", moment.nonmodel_bytes)
     if not isinstance(moment.phase, Phase):
         raise InvalidInput(f"trace: phase of {name!r} must be a Phase, found {moment.phase!r}")
     for what in Amounts._fields:
-        count = getattr(moment, what)
-        if not isinstance(count, int | float) or not 0 <= count < float("inf"):
-            raise InvalidInput(f"trace: {what} of {name!r} must be a number of at least 0, found {count!r}")
+        check_number(f"trace: {what} of {name!r}", getattr(moment, what))
     if moment.attention_flops > moment.flops:
         raise InvalidInput(
             f"trace: attention_flops of {name!r} must be a part of its {moment.flops:g} flops, found "

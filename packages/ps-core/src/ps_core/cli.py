@@ -39,6 +39,7 @@ from ps_core._command.show import (
 from ps_core._command.timeline_files import timeline_text
 from ps_core._errors import DoesNotFit, InvalidInput, PatrickStarError
 from ps_core._extents import Precision
+from ps_core._input_files import read_text
 from ps_core._install_hints import how_to_install
 from ps_core._planner.eviction_policy import Policy
 from ps_core._simulate.cluster import Cluster
@@ -53,6 +54,7 @@ FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 ASSUMED_MACHINE = "a100-40"
 """The machine to assume without a machine, device memory or GPU."""
 _LEFT_FREE = 0.9
+_LONGEST_TRACE_BYTES = 2**30
 """The fraction of this computer's available memory that a plan may use if no host memory is given."""
 
 
@@ -224,7 +226,7 @@ def _write(path: str, text: str) -> None:
 def _subject(options: argparse.Namespace) -> Subject:
     if options.trace is not None:
         try:
-            return Trace.from_json(Path(options.trace).read_text(encoding="utf-8"))
+            return Trace.from_json(read_text(Path(options.trace), _LONGEST_TRACE_BYTES))
         except (OSError, ValueError) as error:
             raise InvalidInput(f"{options.trace}: {error}") from error
     if options.hf is None:

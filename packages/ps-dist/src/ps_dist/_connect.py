@@ -31,6 +31,7 @@ from ps_dist._process_groups import NO_DUMP, DefaultGroup, ProcessGroups, in_env
 from ps_dist._roster import Roster, find_ranks
 from ps_dist._share_memory import Sharing, ranks_by_computer, share_memory
 from ps_dist._timeouts import AwakeClock, Timeouts
+from ps_dist._torchrun_variables import check_variables
 from ps_dist._transport import TransportChoice
 from ps_dist._version import __version__
 from ps_dist._watchdog import Watchdog
@@ -76,8 +77,9 @@ def connect(
         raise InvalidInput(f"transport: expected 'gloo', 'nccl' or None, found {transport!r}")
     if shared_memory not in (None, True, False):
         raise InvalidInput(f"shared_memory: expected True, False or None, found {shared_memory!r}")
-    _choose_card(os.environ)
     owned = not dist.is_initialized()
+    check_variables(os.environ, joins=owned)
+    _choose_card(os.environ)
     found = _found_in_time(os.environ, timeout_s, replicate, transport, shared_memory, owned=owned)
     timeouts, history = Timeouts(timeout_s=timeout_s), CollectiveHistory()
     thread = CommThread(AwakeClock(), hopeless_s=timeouts.hopeless_s)

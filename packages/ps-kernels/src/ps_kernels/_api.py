@@ -20,6 +20,8 @@ from ps_kernels._arrays import (
     check_together,
     check_written,
     note_written,
+    refuse_flag,
+    refuse_uncounted,
     tell_autograd,
     view,
 )
@@ -27,6 +29,9 @@ from ps_kernels._backends import backends, choose, load
 from ps_kernels._batch import check_batch
 from ps_kernels._errors import BackendMissing, InvalidArgument
 from ps_kernels._native import NativeBackend, native
+
+_MOST_THREADS = 4096
+"""More than any computer has cores."""
 
 
 def adam_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
@@ -52,6 +57,8 @@ def adam_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
     first. ``out``, of any float type, gets a copy of the new parameters, and may be ``grad`` itself.
     """
     check_count("step", step)
+    if not isinstance(decoupled, bool):
+        refuse_flag("decoupled", decoupled)
     check_numbers(lr=lr, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
     check_numbers(beta1=beta1, beta2=beta2, below=1.0)
     arguments = AdamArguments(
@@ -129,8 +136,7 @@ def sumsq_finite(
         check_flat([target], 2)
         chosen.sumsq_finite(source.array, target.array)
     else:
-        check_rows(target, len(spans), 2)
-        check_spans(spans, numel)
+        check_rows(target, check_spans(spans, numel), 2)
         chosen.sumsq_each(source.array, spans, target.array)
     note_written([target])
 
@@ -198,13 +204,13 @@ def scatter(chunk: Array, offsets: Sequence[int], tensors: Sequence[Array], *, b
         tell_autograd(batch.parts)
 
 
-def set_threads(count: int, *, cores: Sequence[int] | None = None) -> None:
+def set_threads(count: int, /, *, cores: Sequence[int] | None = None) -> None:
     """Set the number of threads of every backend that can use several, and the cores of the compiled ones.
 
     In PyTorch the number holds for all its work in this process. ``cores`` names one core for each thread, the first
     for the calling thread, which is bound only during a call. Do not call this while another thread is in a call.
     """
-    check_count("count", count)
+    check_count("count", count, _MOST_THREADS)
     _set_cores([] if cores is None else _check_cores(cores, count))
     for name, state in backends().items():
         if state == "available":
@@ -214,7 +220,10 @@ def set_threads(count: int, *, cores: Sequence[int] | None = None) -> None:
 def _check_cores(cores: Sequence[int], count: int) -> list[int]:
     """Return one core for each thread, of those that this process may use."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    if len(cores) != count or len(set(cores)) != count or not usable.issuperset(cores):
+    if not hasattr(cores, "__len__"):
+        refuse_uncounted("cores", cores)
+    whole = len(cores) == count and set(map(type, cores)) <= {int}
+    if not whole or len(set(cores)) != count or not usable.issuperset(cores):
         raise InvalidArgument(
             f"cores: expected {count} different ones of {sorted(usable)}, one for each thread; found {list(cores)}"
         )

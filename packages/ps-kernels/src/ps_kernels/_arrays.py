@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import Any, NoReturn, TypeAlias
 
 from ps_kernels._errors import InvalidArgument
@@ -15,6 +15,8 @@ from ps_kernels._errors import InvalidArgument
 Array: TypeAlias = Any  # a numpy.ndarray or a torch.Tensor; neither library need be installed
 FLOATS = ("float32", "float16", "bfloat16")
 _ARRAY = attrgetter("array")
+_LARGEST = sys.float_info.max
+"""The largest number that a float can hold; whole numbers may be larger."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +61,9 @@ def view(name: str, array: Array) -> View:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor):
         return _view_numpy(name, array)
+    if array.layout is not torch.strided or array.is_nested:
+        kind = "nested" if array.is_nested else _text(array.layout)
+        raise InvalidArgument(f"{name}: expected a dense tensor, found one of layout {kind}; pass tensor.to_dense()")
     plain = type(array) is torch.Tensor and not array.requires_grad
     address, nbytes = array.data_ptr(), array.numel() * array.element_size()
     if nbytes and not address and array.device.type != "meta":  # which is refused by name elsewhere
@@ -127,11 +132,20 @@ def check_rows(item: View, rows: int, columns: int) -> None:
         check_contiguous(item)
 
 
-def check_spans(spans: Sequence[tuple[int, int]], numel: int) -> None:
-    """Raise unless each span lies within the elements."""
-    for start, stop in spans:
+def check_spans(spans: Sequence[tuple[int, int]], numel: int) -> int:
+    """Return the number of spans; raise unless each is a pair of whole numbers, and lies within the elements."""
+    if not hasattr(spans, "__len__"):
+        refuse_uncounted("spans", spans)
+    for span in spans:
+        try:
+            start, stop = map(index, span)
+        except (TypeError, ValueError):
+            raise InvalidArgument(f"spans: expected pairs of whole numbers, found {span!r}") from None
         if not 0 <= start <= stop <= numel:
-            raise InvalidArgument(f"spans: expected runs within {numel} elements, found {start} to {stop}")
+            raise InvalidArgument(
+                f"spans: expected runs within {numel} elements, found {shown(start)} to {shown(stop)}"
+            )
+    return len(spans)
 
 
 def check_contiguous(item: View) -> None:
@@ -187,27 +201,48 @@ def tell_autograd(tensors: Sequence[Array]) -> None:
 
 def check_number(name: str, value: float, *, least: float = 0.0, below: float = math.inf) -> float:
     """Return the number; raise unless it is at least ``least`` and less than ``below``."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
-        raise InvalidArgument(f"{name}: expected a number in [{least:g}, {below:g}), found {value!r}")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not least <= value < below or value > _LARGEST:
+        raise InvalidArgument(f"{name}: expected a number in [{least:g}, {below:g}), found {shown(value)}")
     return float(value)
 
 
 def check_numbers(*, least: float = 0.0, below: float = math.inf, **values: float) -> None:
     """Raise unless each named number is at least ``least`` and less than ``below``."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not least <= value < below or value > _LARGEST:
             check_number(name, value, least=least, below=below)
 
 
 def check_label(name: str, value: int) -> int:
     """Return an integer; raise unless it fits into an int64."""
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
-        raise InvalidArgument(f"{name}: expected a whole number of 64 bits, found {value!r}")
+        raise InvalidArgument(f"{name}: expected a whole number of 64 bits, found {shown(value)}")
     return value
 
 
-def check_count(name: str, value: int) -> int:
-    """Return an integer; raise unless it is at least 1."""
+def check_count(name: str, value: int, most: int = 2**63 - 1) -> int:
+    """Return an integer; raise unless it is at least 1 and at most ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidArgument(f"{name}: expected a whole number from 1, found {value!r}")
+        raise InvalidArgument(f"{name}: expected a whole number from 1, found {shown(value)}")
+    if value > most:
+        raise InvalidArgument(f"{name}: expected at most {most}, found {shown(value)}")
     return value
+
+
+def refuse_uncounted(name: str, values: object) -> NoReturn:
+    """Raise because the values are not counted, as those in a list or a tuple are."""
+    raise InvalidArgument(f"{name}: expected a list, found {type(values).__name__}")
+
+
+def refuse_flag(name: str, value: object) -> NoReturn:
+    """Raise because the value is neither True nor False."""
+    raise InvalidArgument(f"{name}: expected True or False, found {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """Return the value as text; Python refuses to print a whole number of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a whole number of {value.bit_length()} bits"
+    return repr(value)

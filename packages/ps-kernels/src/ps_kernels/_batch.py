@@ -18,6 +18,8 @@ from ps_kernels._arrays import (
     check_flat,
     check_together,
     check_written,
+    refuse_uncounted,
+    shown,
     view,
 )
 from ps_kernels._errors import InvalidArgument
@@ -73,6 +75,9 @@ class Batch:
 def check_batch(tensors: Sequence[Array], chunk: Array, offsets: Sequence[int]) -> Batch:
     """Check plain tensors all at once; if anything is wrong, check one after another to say what."""
     whole = view("chunk", chunk)
+    for name, values in (("tensors", tensors), ("offsets", offsets)):
+        if not hasattr(values, "__len__"):
+            refuse_uncounted(name, values)
     if len(tensors) != len(offsets):
         raise InvalidArgument(f"offsets: expected one for each of {len(tensors)} tensors, found {len(offsets)}")
     check_flat([whole], whole.numel)
@@ -87,6 +92,8 @@ def _at_once(tensors: Sequence[Any], whole: View, offsets: Sequence[int]) -> Bat
     if not {tensor, torch.nn.Parameter}.issuperset(map(type, tensors)):
         return None
     dtypes, floats = {each.dtype for each in tensors}, {torch.float32, torch.float16, torch.bfloat16}
+    if any(each.layout is not torch.strided or each.is_nested for each in tensors):
+        return None
     if dtypes != {chunk.dtype} and not (dtypes | {chunk.dtype}) <= floats:
         return None
     here = all(each.is_cpu for each in tensors) if chunk.is_cpu else {each.device for each in tensors} == {chunk.device}
@@ -120,7 +127,7 @@ def _one_by_one(tensors: Sequence[Array], whole: View, offsets: Sequence[int]) -
             raise InvalidArgument(f"offsets: expected whole numbers, found {offset!r} for {part.name}")
         if not 0 <= offset <= whole.numel - part.numel:
             raise InvalidArgument(
-                f"{part.name}: {part.numel} elements from offset {offset} do not lie in a chunk of {whole.numel}"
+                f"{part.name}: {part.numel} elements from offset {shown(offset)} do not lie in a chunk of {whole.numel}"
             )
     return Batch(
         whole=whole,

@@ -16,6 +16,7 @@ from ps_kernels._arrays import (
     check_together,
     check_written,
     note_written,
+    refuse_flag,
     view,
 )
 from ps_kernels._backends import CpuBackend, choose
@@ -51,6 +52,8 @@ def cross_entropy(
     written = [target, source] if gradient else [target]
     check_written(written, [right] if gradient else [right, source])
     check_label("ignored", ignored)
+    if not isinstance(gradient, bool):
+        refuse_flag("gradient", gradient)
     scale = to_single(check_number("factor", factor))
     found: Any = choose(source.name, source.library, source.device, backend)  # every backend of the CPU is one
     chosen: CpuBackend = found

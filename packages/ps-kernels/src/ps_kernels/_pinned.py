@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
+from ps_kernels._arrays import check_count, check_label
 from ps_kernels._errors import InvalidArgument, KernelError
 from ps_kernels._say_once import say_once
 
@@ -114,11 +115,13 @@ class PinnedArena:
     """
 
     def __init__(self, bytes: int, *, pin: bool = True, pinner: Pinner | None = None) -> None:
-        if isinstance(bytes, bool) or not isinstance(bytes, int) or bytes < 1:
-            raise InvalidArgument(f"bytes: expected a whole number from 1, found {bytes!r}")
+        check_count("bytes", bytes)
         # Huge pages are for private memory; a child gets none of it, so no page is copied under a device's feet.
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-        self._mapping = _Mapping(-1, bytes, **private)
+        try:
+            self._mapping = _Mapping(-1, bytes, **private)
+        except OSError as error:
+            raise InvalidArgument(f"bytes: this computer does not give {bytes:,} bytes ({error})") from error
         self._mapping.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._windows: list[ref[ctypes.Array[ctypes.c_char]]] = []
         self._closed = False
@@ -154,6 +157,10 @@ class PinnedArena:
 
         if self._closed:
             raise KernelError("this PinnedArena is closed and gives no more tensors; make another")
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidArgument(f"dtype: expected a torch.dtype, found {dtype!r}")
+        for name, value in (("offset", offset), ("numel", numel)):
+            check_label(name, value)
         size = dtype.itemsize
         if offset < 0 or numel < 0 or offset % size or offset + numel * size > self.bytes:
             raise InvalidArgument(

@@ -13,6 +13,7 @@ from ps_kernels._arrays import (
     check_together,
     check_written,
     note_written,
+    refuse_uncounted,
     view,
 )
 from ps_kernels._backends import CpuBackend, choose
@@ -25,6 +26,8 @@ def sum_in_order(parts: Sequence[Array], out: Array, *, backend: str | None = No
     The parts are of one float type, ``out`` of any; ``out`` may be one of the parts. All arrays are in CPU memory. The
     work is done on the calling thread, so that it takes no cores from a thread that computes beside it.
     """
+    if not hasattr(parts, "__len__"):
+        refuse_uncounted("parts", parts)
     sources, target = [view(f"parts[{place}]", part) for place, part in enumerate(parts)], view("out", out)
     if not sources:
         raise InvalidArgument("parts: expected at least one array, found none")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ps_core._errors import InvalidInput
+from ps_core._input_files import MOST_BYTES, read_text, stays_inside
 from ps_core._install_hints import how_to_install
 from ps_core._workloads.hf import shape_from_config
 from ps_core._workloads.shapes import TransformerShape
@@ -19,6 +20,8 @@ from ps_core.engine import is_managed, save_weights
 from ps_models._layers import TiledLinear
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+_LONGEST_INDEX_BYTES = 2**28
+"""An index has a line for each tensor; a trillion parameters have 16 MB of them."""
 Entries = dict[str, Any]
 """The contents of a ``config.json``. (Any: JSON.)"""
 
@@ -95,10 +98,10 @@ class Pretrained(nn.Module):
         config.replace(folder / CONFIG)
 
 
-def read_json(path: Path) -> Entries:
+def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Entries:
     """Return a file's JSON object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path, most_bytes))
     except (OSError, ValueError) as error:
         raise InvalidInput(f"cannot read {str(path)!r}: {error}") from error
     if not isinstance(found, dict):
@@ -121,11 +124,22 @@ def _classes(cls: type[Pretrained], entries: Entries) -> dict[str, int]:
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     names = [WEIGHTS]
     if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
-        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        names = _files_in(folder / INDEX)
     for name in names:
         if not (folder / name).is_file():
             raise InvalidInput(f"{str(folder)!r} has no {name}: expected a directory that save_pretrained wrote")
         yield from _read(folder / name)
+
+
+def _files_in(index: Path) -> list[str]:
+    """Return the files that an index names; raise `InvalidInput` for one outside of its folder."""
+    places = read_json(index, _LONGEST_INDEX_BYTES).get("weight_map")
+    names: dict[str, None] = {}
+    for name in places.values() if isinstance(places, dict) else [places]:
+        if not isinstance(name, str) or not stays_inside(name):
+            raise InvalidInput(f"{index}: its weight_map names {name!r}, expected files of its own folder")
+        names[name] = None
+    return sorted(names)
 
 
 def _read(path: Path) -> Iterator[tuple[str, Tensor]]:

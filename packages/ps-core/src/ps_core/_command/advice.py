@@ -83,7 +83,8 @@ def _faster(subject: Subject, found: Forecast) -> Iterator[str]:
 def _levers(subject: Subject, found: Forecast) -> Iterator[tuple[str, Training]]:
     """Yield changes of a training that fits, without other hardware."""
     training = replace(found.training, offload_checkpoints=found.offloads)
-    if found.passes_alone_s * _ACCUMULATE_IF_FASTER < found.step_time_s:
+    alone = training.step_in_backward  # which needs one micro-batch a step, and one GPU
+    if not alone and found.passes_alone_s * _ACCUMULATE_IF_FASTER < found.step_time_s:
         yield f"--accumulate {4 * training.accumulate}", replace(training, accumulate=4 * training.accumulate)
     if isinstance(subject, Trace):
         return
@@ -193,7 +194,7 @@ def _memories(subject: Subject, training: Training) -> Iterator[tuple[str, Train
 
 def _clusters(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
     cluster = training.cluster
-    for factor in (2, 4, 8, 16):
+    for factor in () if training.step_in_backward else (2, 4, 8, 16):  # such steps need one GPU
         gpus = cluster.gpus * factor
         for nodes in (cluster.nodes, cluster.nodes * factor):
             if gpus // nodes <= _NODE:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ps_core._errors import InvalidInput, PatrickStarError
 from ps_core._extents import Kind
+from ps_core._input_files import read_text
 from ps_core._layout import Layout
 from ps_core._plan import Tier
 from ps_core._planner.placement import Placement
@@ -32,7 +33,7 @@ def find_plan_again(
     question = repr((FORMAT, trace, tiers, machine, setup, layout))
     path = folder / f"{hashlib.sha256(question.encode()).hexdigest()[:32]}.json"
     try:
-        placement = _choice(path.read_text("utf-8"), len(layout.groups), len(tiers))
+        placement = _choice(read_text(path), len(layout.groups), len(tiers))
         return plan_with(placement, trace, tiers, machine, setup=setup, layout=layout)
     except (OSError, ValueError, PatrickStarError):
         planned = find_plan(trace, tiers, machine, setup=setup, layout=layout)

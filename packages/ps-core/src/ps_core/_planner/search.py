@@ -22,12 +22,13 @@ from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import Placement
 from ps_core._planner.scores import Found, Scorer, beats
 from ps_core._planner.tier_division import NoRoom, make_frame
-from ps_core._program import Program
+from ps_core._program import Program, check_training
 from ps_core._simulate.clock import Prediction, simulate
 from ps_core._simulate.engine_timing import Issuing, Priced
 from ps_core._simulate.machine import Machine
-from ps_core._simulate.steps_in_backward import EarlySteps
+from ps_core._simulate.steps_in_backward import EarlySteps, check_steps_in_backward
 from ps_core._trace import Trace
+from ps_core._units import check_flag, check_whole
 from ps_core._verify import verify
 
 _GROUP_FACTORS = (1.52, 1.01, 0.52, 3.04, 6.08, 12.2)
@@ -65,12 +66,22 @@ class Setup:
     """Try few candidates, to learn whether something fits, and roughly how fast it is."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.precision, Precision) or not isinstance(self.policy, Policy):
-            raise InvalidInput(f"precision and policy are enums, found {self.precision!r} and {self.policy!r}")
-        if not (isinstance(self.ranks, int) and isinstance(self.copies, int)) or not 0 <= self.nonmodel_overhead <= 10:
-            found = f"{self.ranks!r}, {self.copies!r} and {self.nonmodel_overhead!r}"
-            raise InvalidInput(
-                f"ranks and copies are whole numbers, nonmodel_overhead a part of at most 10; found {found}"
+        check_training(self.precision, self.states, self.accumulate, self.copies, self.nonmodel_overhead)
+        if not isinstance(self.policy, Policy):
+            raise InvalidInput(f"policy must be a Policy, found {self.policy!r}")
+        check_whole("ranks", self.ranks, 1)
+        for name in ("ranks_per_node", "group_numel"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
+        for name in ("training", "step_in_backward", "speculative", "quick"):
+            check_flag(name, getattr(self, name))
+        if self.training:
+            check_steps_in_backward(
+                self.precision,
+                self.accumulate,
+                self.ranks * self.copies,
+                in_backward=self.step_in_backward,
+                undoable=self.speculative,
             )
 
 
@@ -205,7 +216,7 @@ def plan_with(
 def passes_alone_s(planned: Planned, machine: Machine, *, setup: Setup) -> float:
     """Return the seconds that the forward and backward passes of a training step take if no optimizer step is made."""
     program, plan = planned.program, planned.plan
-    issuing = _issuing(program, plan.tiers, machine, replace(setup, step_in_backward=False))
+    issuing = _issuing(program, plan.tiers, machine, replace(setup, step_in_backward=False, speculative=False))
     passes = [priced for priced in _priced(issuing, program, plan) if priced.segment.name is not SegmentName.STEP]
     return sum(timed.seconds for timed in issuing.time(plan.home, passes))
 

@@ -18,13 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ps_core._errors import InvalidInput
-from ps_core._plan import Copy, Gather, Plan, Queue, ReduceScatter, Run, Segment
+from ps_core._errors import PatrickStarError, PlanMismatch
+from ps_core._plan import Copy, Gather, Plan, Queue, ReduceScatter, Run, Segment, check_tiers
 from ps_core._program import Program
 from ps_core._simulate.engine_timing import Issuing, Timed
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.memory_spans import Cells, Scan
+from ps_core._simulate.steps_in_backward import check_steps_in_backward
 from ps_core._trace import Phase
+from ps_core._units import check_whole
 
 QUEUE_NAMES = {
     Queue.COMPUTE: "compute",
@@ -94,9 +96,24 @@ def simulate(
     processes share one node. ``speculative``: steps within backward can be undone. A wrong plan raises `PlanMismatch`
     if this function notices it; only `verify` finds every fault.
     """
-    if iterations < 1:
-        raise InvalidInput(f"iterations must be at least 1, found {iterations}")
+    check_whole("iterations", iterations, 1)
+    check_tiers(plan.tiers)
+    if program.training:
+        processes, accumulate = program.ranks * program.copies, program.accumulate
+        check_steps_in_backward(
+            program.precision, accumulate, processes, in_backward=step_in_backward, undoable=speculative
+        )
     issuing = Issuing(program, plan.tiers, machine, ranks_per_node, in_backward=step_in_backward, undoable=speculative)
+    try:
+        return _simulate(program, plan, issuing, iterations, alone=machine.played_copy_bandwidth > 0)
+    except PatrickStarError:
+        raise
+    except (TypeError, AttributeError, ValueError, LookupError, ArithmeticError) as error:
+        raise PlanMismatch(f"not a plan of this program; verify says why: {type(error).__name__}: {error}") from error
+
+
+def _simulate(program: Program, plan: Plan, issuing: Issuing, iterations: int, *, alone: bool) -> Prediction:
+    """Predict a training step; ``alone``: one thread does everything, so nothing overlaps but what it launched."""
     plan = plan.numbered_by_place()
     names = program.iteration()
     scans = {name: Scan(plan, plan.segment(name)) for name in dict.fromkeys(names)}
@@ -105,7 +122,7 @@ def simulate(
     steps = [_Stage(plan.segment(name), scans[name], each) for name, each in zip(names, timed, strict=True)]
     stages = dict(zip(names, steps, strict=True))
     elapsed = bound = sum(stage.timed.seconds for stage in steps)
-    if machine.played_copy_bandwidth:  # one thread does everything: nothing overlaps but what it launched
+    if alone:
         elapsed *= iterations
     else:
         clock = _Clock(Cells(plan, scans.values()), stages.values())

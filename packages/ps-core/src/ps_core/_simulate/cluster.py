@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ps_core._errors import InvalidInput
 from ps_core._plan import Tier
-from ps_core._units import ALIGNMENT_BYTES
+from ps_core._units import ALIGNMENT_BYTES, check_number, check_whole
 
 DEVICE_RESERVE_BYTES = 600 * 10**6
 """Bytes of the CUDA context, cuBLAS workspaces and kernels."""
@@ -69,19 +69,16 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for key in ("gpus", "nodes", "copies"):
-            if getattr(self, key) < 1:
-                raise InvalidInput(f"{key} must be at least 1, found {getattr(self, key)}")
+            check_whole(key, getattr(self, key), 1)
         if self.gpus % self.nodes:
             raise InvalidInput(f"{self.gpus} GPUs cannot be spread evenly over {self.nodes} nodes")
         if self.gpus % self.copies:
             raise InvalidInput(f"{self.gpus} GPUs cannot have {self.copies} copies of a model, of equally many each")
         for key in ("device_memory", "host_memory", "disk", "host_reserve", "host_reserve_per_rank"):
-            if getattr(self, key) < 0:
-                raise InvalidInput(f"{key} cannot be negative, found {getattr(self, key)}")
-        if self.device_reserve is not None and self.device_reserve < 0:
-            raise InvalidInput(f"device_reserve cannot be negative, found {self.device_reserve}")
-        if not 0 <= self.nonmodel_overhead <= 10:
-            raise InvalidInput(f"nonmodel_overhead must be a part between 0 and 10, found {self.nonmodel_overhead!r}")
+            check_whole(key, getattr(self, key))
+        if self.device_reserve is not None:
+            check_whole("device_reserve", self.device_reserve)
+        check_number("nonmodel_overhead", self.nonmodel_overhead, 0, 10)
         if not self.device_memory and not self.host_memory:
             raise InvalidInput("a machine needs device memory or host memory, found neither")
         if self.disk and not self.host_memory:

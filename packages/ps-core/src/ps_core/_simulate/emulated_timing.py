@@ -74,10 +74,7 @@ class _Walk:
         return ends, max(self._now, *self._free)
 
     def _ready(self, instr: Instr) -> bool:
-        try:
-            return all(self._ends[earlier] is not None for earlier in instr.after)
-        except IndexError as error:
-            raise PlanMismatch("an instruction waits for one that comes later") from error
+        return all(self._ends[earlier] is not None for earlier in instr.after)
 
     def _issue(self, place: int, instr: Instr) -> None:
         queue = instr.queue

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ps_core._errors import InvalidInput, PlanMismatch
+from ps_core._errors import InvalidInput
 from ps_core._extents import SegmentName
 from ps_core._plan import Held, Queue, Release, Reserve, Run, Segment, Step, Tier
 from ps_core._program import Program
@@ -36,6 +36,7 @@ from ps_core._simulate.steps_in_backward import (
     with_room,
 )
 from ps_core._simulate.timeline import EarlySeconds, Ran, Timeline
+from ps_core._units import check_whole
 
 _ROUNDS = 3
 """Steps that are timed until they follow each other steadily."""
@@ -79,14 +80,16 @@ class Issuing:
         backward]; ``undoable``: also see [Note: steps that can be undone].
         """
         processes = program.ranks * program.copies
+        if ranks_per_node is not None:
+            check_whole("ranks_per_node", ranks_per_node, 1)
         per_node = processes if ranks_per_node is None else ranks_per_node
-        if per_node < 1 or processes % per_node:
+        if processes % per_node:
             raise InvalidInput(f"{processes} processes cannot be spread over nodes of {per_node}")
         if program.ranks % per_node and per_node % program.ranks:
             raise InvalidInput(f"a copy of {program.ranks} processes neither fills nor divides nodes of {per_node}")
         self._played = machine.played_copy_bandwidth > 0
         self._worker = tiers[0].name == "device" and not self._played
-        self._in_backward = in_backward and self._worker and program.ranks == 1
+        self._in_backward = in_backward and self._worker
         self._undoable, self._tiers = undoable, tiers
         self._costs = Costs(program, tiers, machine, per_node, beside=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node
@@ -272,14 +275,11 @@ def _ends(priced: Priced) -> tuple[list[float], float]:
     """Return when each instruction ends, and the last one, if only ``after`` and the queues delay them."""
     free = [0.0] * len(Queue)
     ends: list[float] = []
-    try:
-        for instr, took in zip(priced.segment.instrs, priced.work.seconds, strict=True):
-            begin = free[instr.queue]
-            for earlier in instr.after:
-                if ends[earlier] > begin:  # noqa: PLR1730 - max() costs more than all else here
-                    begin = ends[earlier]
-            free[instr.queue] = end = begin + took
-            ends.append(end)
-    except IndexError as error:
-        raise PlanMismatch("an instruction waits for one that comes later") from error
+    for instr, took in zip(priced.segment.instrs, priced.work.seconds, strict=True):
+        begin = free[instr.queue]
+        for earlier in instr.after:
+            if ends[earlier] > begin:  # noqa: PLR1730 - max() costs more than all else here
+                begin = ends[earlier]
+        free[instr.queue] = end = begin + took
+        ends.append(end)
     return ends, max(ends, default=0.0)

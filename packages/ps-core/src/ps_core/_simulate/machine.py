@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 from ps_core._errors import InvalidInput
+from ps_core._input_files import read_text
 from ps_core._name_suggestions import did_you_mean
 from ps_core._simulate.built_in_machines import MACHINES
 from ps_core._simulate.rates import NUMBERS, OPTIONAL, Machine
@@ -57,7 +58,7 @@ def machine(name_or_path: str) -> Machine:
     if path.suffix != ".toml" and not path.exists():
         raise InvalidInput(f"unknown machine {name_or_path!r} (known: {', '.join(MACHINES)}; or a .toml file)")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise InvalidInput(f"cannot read machine file {name_or_path!r}: {' '.join(str(error).split())}") from error
     return machine_from_toml(text, source=name_or_path)

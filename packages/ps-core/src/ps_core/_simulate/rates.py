@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 
 from ps_core._errors import InvalidInput
 from ps_core._trace import Amounts, Moment
+from ps_core._units import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,19 +71,25 @@ class Machine:
     tanh_fp32_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.name or not self.name.isprintable() or '"' in self.name or "\\" in self.name:
+        if (
+            not isinstance(self.name, str)
+            or not self.name
+            or not self.name.isprintable()
+            or '"' in self.name
+            or "\\" in self.name
+        ):
             raise InvalidInput(f"machine: name must be a plain text, found {self.name!r}")
         for key in NUMBERS:
             value = getattr(self, key)
             if (key in MAY_BE_ZERO or key.endswith("_s")) and value == 0 and not isinstance(value, bool):
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise InvalidInput(f"machine {self.name!r}: {key} must be a number above 0, found {value!r}")
+                raise InvalidInput(f"machine {self.name!r}: {key} must be a number above 0, found {shown(value)}")
             low, high = (0, 1e3) if key.endswith("_s") else (1, 1e24)
             if not low <= value <= high:
-                raise InvalidInput(f"machine {self.name!r}: {key} must be {low:g} to {high:g}, found {value!r}")
+                raise InvalidInput(f"machine {self.name!r}: {key} must be {low:g} to {high:g}, found {shown(value)}")
             if key.endswith("_bytes") and not isinstance(value, int):
-                raise InvalidInput(f"machine {self.name!r}: {key} must be a whole number, found {value!r}")
+                raise InvalidInput(f"machine {self.name!r}: {key} must be a whole number, found {shown(value)}")
 
     def computing_s(self, amounts: Amounts | Moment, *, fp32: bool) -> float:
         """Return the seconds to compute these amounts, without a moment's overhead."""

@@ -24,11 +24,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from ps_core._extents import Kind
+from ps_core._errors import InvalidInput
+from ps_core._extents import Kind, Precision
 from ps_core._plan import Copy, Held, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
 
 EarlySteps: TypeAlias = Mapping[int, tuple[Instr, ...]]
 """Steps that begin within a pass, by the place of the instruction that they begin behind."""
+
+
+def check_steps_in_backward(
+    precision: Precision, accumulate: int, processes: int, *, in_backward: bool, undoable: bool
+) -> None:
+    """Raise `InvalidInput` for a training whose steps cannot begin within backward."""
+    if undoable and not in_backward:
+        raise InvalidInput("speculative is for steps within backward: give step_in_backward=True too")
+    if in_backward and (accumulate > 1 or processes > 1):
+        raise InvalidInput(
+            "step_in_backward needs one process and one micro-batch a step, because a group is stepped before all "
+            f"gradients are known; found {processes} processes and accumulate={accumulate}"
+        )
+    if in_backward and precision is Precision.FP16 and not undoable:
+        raise InvalidInput("step_in_backward with fp16, whose loss scale may skip a step, needs speculative=True")
 
 
 def early_steps(homes: int, last_pass: Segment, step: Segment) -> EarlySteps:

@@ -42,6 +42,8 @@ def arrange(instrs: Sequence[Instr]) -> Iterator[tuple[Instr, Stamp, Clock]]:
     if len(places) != len(instrs):
         raise Fault("every id once", f"{len(instrs) - len(places)} used again")
     for instr in instrs:
+        if not isinstance(instr.id, int):
+            raise Fault("whole numbers as ids", repr(instr.id))
         if instr.queue not in _QUEUES:
             raise Fault("a queue", repr(instr.queue)).at("", instr.id)
         for other in instr.after:

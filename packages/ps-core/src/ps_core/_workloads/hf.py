@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ps_core._errors import InvalidInput
+from ps_core._input_files import read_text
 from ps_core._workloads.shapes import Family, TransformerShape
 
-_LONGEST_BYTES = 2**24
 _Value = TypeVar("_Value", int, bool)
 
 
@@ -44,9 +44,7 @@ def _read(source: str | Path) -> tuple[str, str]:
     try:
         if path.is_dir():
             path /= "config.json"
-        if path.stat().st_size > _LONGEST_BYTES:
-            raise InvalidInput(f"{path}: too long to be a model's configuration")
-        return str(path), path.read_text(encoding="utf-8")
+        return str(path), read_text(path)
     except OSError as error:
         raise InvalidInput(f"cannot read {str(path)!r}: {error.strerror or error}") from error
     except ValueError as error:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ps_core._errors import InvalidInput
 from ps_core._trace import Tensor
+from ps_core._units import shown
 
 _MOST_LAYERS = 10_000
 _MOST_WIDTH = 2**31
@@ -90,7 +91,9 @@ class TransformerShape:
             value = getattr(self, field)
             most = _MOST_LAYERS if field == "layers" else _MOST_WIDTH
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise InvalidInput(f"{self.name}: {field} must be a whole number from 1 to {most}, found {value!r}")
+                raise InvalidInput(
+                    f"{self.name}: {field} must be a whole number from 1 to {most}, found {shown(value)}"
+                )
         if self.heads % self.kv_heads:
             raise InvalidInput(f"{self.name}: {self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
         plain = self.family in (Family.GPT2, Family.BERT)

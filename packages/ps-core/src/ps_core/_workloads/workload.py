@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from ps_core._errors import InvalidInput
+from ps_core._units import check_flag, check_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +44,9 @@ class Workload:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, bool):
-                if not isinstance(value, bool):
-                    raise InvalidInput(f"workload: {field.name} must be true or false, found {value!r}")
-            elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InvalidInput(f"workload: {field.name} must be a whole number of at least 1, found {value!r}")
+                check_flag(f"workload: {field.name}", value)
+            else:
+                check_whole(f"workload: {field.name}", value, 1)
         if self.precision_bytes not in (2, 4):
             raise InvalidInput(f"workload: precision_bytes must be 2 or 4, found {self.precision_bytes}")
         if self.offload_checkpoints and not self.checkpointing:

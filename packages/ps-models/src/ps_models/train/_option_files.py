@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_core._errors import InvalidInput
+from ps_core._input_files import read_text
 from ps_core._install_hints import how_to_install
 from ps_models.train._options import TrainOptions, nearest
 
@@ -18,7 +19,7 @@ def from_file(path: Path) -> dict[str, Any]:
     """Return the options that a TOML file sets, or a YAML file by its ending; only their names are checked."""
     kind = "YAML" if path.suffix in (".yaml", ".yml") else "TOML"
     try:
-        text = path.read_text("utf-8")
+        text = read_text(path)
         return from_text(text, str(path)) if kind == "TOML" else _from_yaml(text, str(path))
     except InvalidInput:
         raise

@@ -3,7 +3,7 @@
 [Note: tags]
 These are unchanged in JSON: None, booleans, integers, finite numbers, texts and lists. So are dictionaries whose keys
 are texts without a leading dollar sign. Anything else is a dictionary of one key: ``$float`` (not finite), ``$tuple``,
-``$bytes``, ``$dict`` (pairs), ``$tensor`` (the name of a tensor that is kept elsewhere).
+``$bytes``, ``$bytearray``, ``$dict`` (pairs), ``$tensor`` (the name of a tensor that is kept elsewhere).
 """
 
 from __future__ import annotations
@@ -17,33 +17,51 @@ import torch
 
 from ps_core._errors import InvalidInput
 
+_DEEPEST = 100
+"""The most lists, tuples and dictionaries around a value: Python and its JSON cannot follow many more."""
+_LONGEST_BITS = 10_000
+"""The longest whole number: Python reads no more than 4300 digits of one."""
 
-def encode(where: str, value: Any, keep: Callable[[torch.Tensor], str]) -> Any:
-    """Return JSON of which `decode` makes the same value; ``keep`` stores a tensor and returns its name.
 
-    ``where`` names the value in messages.
+def encode(where: str, value: Any, keep: Callable[[torch.Tensor], str], depth: int = 0) -> Any:
+    """Return JSON of which `decode` makes an equal value; ``keep`` stores a tensor and returns its name.
+
+    ``where`` names the value in messages; ``depth`` counts what it is in.
     """
+    if depth > _DEEPEST:
+        raise InvalidInput(
+            f"{where[:60]}... is more than {_DEEPEST} deep in lists, tuples and dicts, or holds itself; a checkpoint "
+            f"holds values at most {_DEEPEST} deep"
+        )
+    depth += 1
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int) and value.bit_length() > _LONGEST_BITS:
+        raise InvalidInput(
+            f"{where} is a whole number of {value.bit_length()} bits; a checkpoint holds at most {_LONGEST_BITS}"
+        )
     if isinstance(value, int | float | str):
         return _plain(value)
     if isinstance(value, bytes | bytearray):
-        return {"$bytes": base64.b64encode(value).decode()}
+        kind = "$bytes" if isinstance(value, bytes) else "$bytearray"
+        return {kind: base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.device.type == "meta":
+        if value.layout is not torch.strided or value.device.type == "meta" or value.is_nested:
+            layout = "nested" if value.is_nested else value.layout
             raise InvalidInput(
-                f"{where} is a tensor of layout {value.layout} on {value.device}, which a checkpoint cannot hold: "
+                f"{where} is a tensor of layout {layout} on {value.device}, which a checkpoint cannot hold: "
                 "expected a dense one with memory: try .to_dense()"
             )
-        return {"$tensor": keep(value)}
+        return {"$tensor": keep(value.detach().resolve_conj().resolve_neg())}
     if isinstance(value, list | tuple):
-        rows = [encode(f"{where}[{index}]", each, keep) for index, each in enumerate(value)]
+        rows = [encode(f"{where}[{index}]", each, keep, depth) for index, each in enumerate(value)]
         return {"$tuple": rows} if isinstance(value, tuple) else rows
     if isinstance(value, dict):
-        values = {key: encode(f"{where}[{key!r}]", each, keep) for key, each in value.items()}
+        keys = [encode(f"a key of {where}", key, keep, depth) for key in value]
+        values = [encode(f"{where}[{key!r}]", each, keep, depth) for key, each in value.items()]
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return values
-        return {"$dict": [[encode(f"a key of {where}", key, keep), each] for key, each in values.items()]}
+            return dict(zip(value, values, strict=True))
+        return {"$dict": list(map(list, zip(keys, values, strict=True)))}
     raise InvalidInput(
         f"{where} is a {type(value).__name__}, which a checkpoint cannot hold without pickle: expected None, bool, "
         "int, float, str, bytes, a tensor, or lists, tuples and dicts of those: try its state_dict(), or .tolist()"
@@ -72,6 +90,8 @@ def decode(value: Any, find: Callable[[str], torch.Tensor]) -> Any:
             return float(inner)
         if tag == "$bytes":
             return base64.b64decode(inner)
+        if tag == "$bytearray":
+            return bytearray(base64.b64decode(inner))
         if tag == "$tensor":
             return find(inner)
         if tag == "$tuple":

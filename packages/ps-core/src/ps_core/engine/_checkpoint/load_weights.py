@@ -14,6 +14,7 @@ from torch import nn
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._extents import Kind
+from ps_core._input_files import stays_inside
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder
 from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, MASTERS, WEIGHTS, TensorSource
 from ps_core.engine._checkpoint.crc32 import Checksum
@@ -123,6 +124,9 @@ def _indexed(path: Path) -> Iterator[SavedFile]:
         paths = [path.parent / name for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path, f"it is not an index of a model's files ({error})") from None
+    outside = next((name for name in names if not stays_inside(name)), None)
+    if outside is not None:
+        raise damaged(path, f"its weight_map names {outside!r}, expected files of its own folder")
     files = [file for each in paths for file in _single(each)]
     present: dict[str, Path] = {}
     for file in files:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ps_core._errors import InvalidInput
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder
 from ps_core.engine._checkpoint.checkpoint_tensors import EXTRA, TensorSource, extra_states
 from ps_core.engine._checkpoint.completeness import MOMENTS
@@ -53,6 +54,8 @@ def save_checkpoint(
     hooks = hooks_of(model)
     ranks = CheckpointRanks(hooks.engine.together)
     with ranks.all_or_none("save_checkpoint"):
+        if not isinstance(extra, Mapping | None):
+            raise InvalidInput(f"extra must be a dictionary, or None; found a {type(extra).__name__}")
         model, engine = managed_pair(model, optimizer)
         engine.check_usable()
         check_outside("saved")

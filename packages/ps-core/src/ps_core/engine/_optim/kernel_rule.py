@@ -47,6 +47,8 @@ class Settings:
             _within(name, getattr(self, name), math.inf, "a finite number of at least 0")
         for name, share in (("momentum", self.momentum), *(("betas", beta) for beta in self.betas)):
             _within(name, share, 1, "a number of at least 0 and less than 1")
+        if not isinstance(self.decoupled, bool):
+            raise InvalidInput(f"decoupled must be True or False, found {self.decoupled!r}")
 
     def step(
         self,

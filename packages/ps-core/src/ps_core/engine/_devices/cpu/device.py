@@ -18,7 +18,7 @@ from ps_core.engine._devices.disk.queues import DISK_QUEUES, DiskEvent, DiskQueu
 from ps_core.engine._devices.host_pool import HostPool
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 from ps_core.engine._devices.timer import HostTimer
-from ps_kernels import PinnedArena
+from ps_kernels import InvalidArgument, PinnedArena
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +118,10 @@ class CpuDevice:
             return self._allocate(size_bytes)
         except MemoryError:
             return private_memory(size_bytes)
-        except (OSError, OverflowError) as error:
+        except InvalidArgument as error:
+            reason = error.__cause__ or error
             raise InvalidInput(
-                f"{kind}: this computer does not give {size_bytes:,} bytes ({error}); expected a smaller Budget"
+                f"{kind}: this computer does not give {size_bytes:,} bytes ({reason}); expected a smaller Budget"
             ) from None
 
     def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
