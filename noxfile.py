@@ -208,8 +208,12 @@ def pure(session: nox.Session) -> None:
     unwanted = ("torch", "numpy", "cupy", "ps_kernels")
     absent = f"from importlib.util import find_spec; assert not [n for n in {unwanted} if find_spec(n)]"
     session.run("python", "-c", absent)
-    gate = () if session.posargs else ("--cov", "--cov-report=term-missing", "--cov-fail-under=100")
-    pytest(session, "tests/pure", options=(*SIDE_BY_SIDE, *gate))
+    gate = ("--cov", "--cov-report=term-missing", "--cov-fail-under=100")
+    if session.posargs:
+        pytest(session)
+        return
+    pytest(session, "tests/pure", options=(*SIDE_BY_SIDE, "-m", "not slow", *gate))
+    pytest(session, "tests/pure", options=(*SIDE_BY_SIDE, "-m", "slow"))  # long searches, thrice as long where traced
 
 
 @nox.session

@@ -140,8 +140,8 @@ CALLS: list[tuple[Callable[[], None], str]] = [
     (lambda: ps_kernels.scatter(floats(6), [0], [torch.ones(2)]), "tensors[0]: expected a numpy array on cpu"),
     (lambda: ps_kernels.scatter(floats(6), [0], [np.ones((4, 4), np.float32)[:, :1]]), "tensors[0]: not contiguous"),
     (lambda: ps_kernels.sum_in_order(5, floats()), "parts: expected a list, found int"),  # type: ignore[arg-type]
-    (lambda: ps_kernels.set_threads(0), "count: expected a whole number from 1, found 0"),
-    (lambda: ps_kernels.set_threads(2**31), "count: expected at most 4096, found 2147483648"),
+    (lambda: ps_kernels.set_threads(0), "n: expected a whole number from 1, found 0"),
+    (lambda: ps_kernels.set_threads(2**31), "n: expected at most 4096, found 2147483648"),
     (lambda: ps_kernels.set_threads(1, cores=5), "cores: expected a list, found int"),  # type: ignore[arg-type]
     (lambda: ps_kernels.set_threads(1, cores=[0.0]), "cores: expected 1 different ones of"),  # type: ignore[list-item]
 ]

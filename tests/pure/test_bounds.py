@@ -49,6 +49,7 @@ def enough(program):
 
 @given(programs(), st.sampled_from(TIER_STACKS), st.integers(0, 100), st.booleans())
 @settings(max_examples=400)
+@pytest.mark.slow
 def test_one_largest_extent_above_the_bound_there_is_always_a_plan(program, stack, split, tight):
     tiers = budgets(program, stack, enough(program), split)
     check_fits(program, tiers)
@@ -95,6 +96,7 @@ def test_below_the_bound_every_budget_is_refused_with_proof(program, stack, spli
 
 @given(programs(), st.sampled_from(TIER_STACKS), st.integers(0, 100), st.floats(0, 1))
 @settings(max_examples=300)
+@pytest.mark.slow
 def test_in_between_a_plan_is_sound_or_refused_without_proof(program, stack, split, part):
     tiers = budgets(program, stack, int(enough(program) * part), split)
     try:

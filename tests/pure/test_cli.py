@@ -131,6 +131,7 @@ def test_a_plan_names_its_packing(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{found['groups']}  groups, {found['resident_groups']} of them wholly on device" in out
 
 
+@pytest.mark.slow
 def test_both_step_times_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """The one that governs is the engine's, and what the plan would allow stands beside it."""
     where = ("--device-memory", "7GiB", "--host-memory", "32GiB", "--machine", "rtx4060", "--gpus", "1")
@@ -489,6 +490,7 @@ def test_copies_of_a_model_gather_within_a_node(capsys: pytest.CaptureFixture[st
     assert "16 GPUs cannot have 3 copies of a model, of equally many each" in err
 
 
+@pytest.mark.slow
 def test_the_largest_model_of_copies_is_smaller(capsys: pytest.CaptureFixture[str]) -> None:
     where = ("--device-memory", "2GiB", "--host-memory", "24GiB", "--gpus", "4", "--nodes", "2", "--machine", "v100")
     options = (*where, "--seq", "128", "--batch", "1", "--min-tflops", "0.1")

@@ -97,7 +97,13 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "quick", "most"), [(16, False, 33_000), (32, False, 62_000), (32, True, 51_000), (4096, True, 17_000)]
+    ("gpus", "quick", "most"),
+    [
+        (16, False, 33_000),
+        pytest.param(32, False, 62_000, marks=pytest.mark.slow),
+        pytest.param(32, True, 51_000, marks=pytest.mark.slow),
+        (4096, True, 17_000),
+    ],
 )
 def test_a_search_looks_at_little(written: Counter[str], gpus: int, quick: bool, most: int) -> None:
     """175B with checkpoints kept and offloaded, and advice. On 32 GPUs it wrote 251,000 instructions when all ways of
@@ -110,6 +116,7 @@ def test_a_search_looks_at_little(written: Counter[str], gpus: int, quick: bool,
     assert not written["Arrangement"]
 
 
+@pytest.mark.slow
 def test_the_largest_model_is_found_with_few_looks(written: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On eight GPUs. Once it took 510,000 instructions, 108 bounds and ten models that were planned."""
     asked: Counter[str] = Counter()

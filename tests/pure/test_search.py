@@ -67,6 +67,7 @@ def test_the_fastest_group_size_is_taken_where_everything_fits():
     assert find_plan(trace, tiers, A100, setup=Setup()).prediction.step_time_s == min(every.values())
 
 
+@pytest.mark.slow
 def test_the_plan_found_is_no_slower_than_any_number_of_resident_groups():
     tiers = two(14, 80)
     planned = find("gpt-4b", tiers)
@@ -234,6 +235,7 @@ def test_setups_that_make_no_sense_are_refused(bad, found):
         Setup(**bad)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_not_needed_is_not_used():
     tiers = two(6, 40)
     without = find("gpt-2b", tiers)

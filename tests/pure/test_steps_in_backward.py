@@ -108,6 +108,7 @@ def test_without_a_worker_nothing_begins_early() -> None:
     assert line.finish() == 1.0
 
 
+@pytest.mark.slow
 def test_plans_are_chosen_and_timed_for_it() -> None:
     """Most of the processor's time hides behind backward, and no plan is slower for it."""
     trace, rates = analytic_trace(shape("gpt-24x2048"), Workload(batch=8)), machine("h200")
@@ -133,6 +134,7 @@ def test_as_many_steps_as_there_is_room_for_begin_before_the_decision(room: int,
     assert [row.id for rows in found.values() for row in rows] == taken
 
 
+@pytest.mark.slow
 def test_steps_that_can_be_undone_are_faster_where_host_memory_has_room() -> None:
     """At H200 rates; copies of old values take the processor as long as a step."""
     trace, rates = analytic_trace(shape("gpt-32x2560"), Workload(batch=8, chunked_loss=True)), machine("h200")
@@ -156,6 +158,7 @@ def test_steps_that_can_be_undone_are_faster_where_host_memory_has_room() -> Non
 @pytest.mark.parametrize(
     ("name", "gib", "part"), [("gpt-24x2048", 12, 0.99), ("gpt-32x2560", 16, 0.97), ("gpt-32x4096", 24, 0.95)]
 )
+@pytest.mark.slow
 def test_how_near_steps_come_to_what_compute_or_memory_takes(name: str, gib: int, part: float) -> None:
     """At H200 rates. Copies and steps share the host's memory, which takes the largest model longer than compute."""
     trace, rates = analytic_trace(shape(name), Workload(batch=8, chunked_loss=True)), machine("h200")
@@ -177,6 +180,7 @@ def test_an_evaluation_steps_nothing() -> None:
     assert made[1].early == {}
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "gpt-24x2048", "--machine", "h200", "--gpus", "1", "--batch", "8", "--json"]
     words += ["--device-memory", "12GiB", "--host-memory", "256GiB"]

@@ -27,6 +27,7 @@ def test_sound_plans_are_accepted_and_withstand_the_adversary(origin):
                 assert find_fault_directed(program, plan, segment) is None
 
 
+@pytest.mark.slow
 def test_mutants_that_matter_are_killed_and_equivalents_accepted():
     """The rates are as promised; docs/verification.md has them for a longer run of the same."""
     rng, tally = random.Random("mutants"), Tally()

@@ -54,8 +54,8 @@ FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 ASSUMED_MACHINE = "a100-40"
 """The machine to assume without a machine, device memory or GPU."""
 _LEFT_FREE = 0.9
-_LONGEST_TRACE_BYTES = 2**30
 """The fraction of this computer's available memory that a plan may use if no host memory is given."""
+_LONGEST_TRACE_BYTES = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:

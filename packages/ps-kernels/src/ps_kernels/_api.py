@@ -204,17 +204,17 @@ def scatter(chunk: Array, offsets: Sequence[int], tensors: Sequence[Array], *, b
         tell_autograd(batch.parts)
 
 
-def set_threads(count: int, /, *, cores: Sequence[int] | None = None) -> None:
+def set_threads(n: int, *, cores: Sequence[int] | None = None) -> None:
     """Set the number of threads of every backend that can use several, and the cores of the compiled ones.
 
     In PyTorch the number holds for all its work in this process. ``cores`` names one core for each thread, the first
     for the calling thread, which is bound only during a call. Do not call this while another thread is in a call.
     """
-    check_count("count", count, _MOST_THREADS)
-    _set_cores([] if cores is None else _check_cores(cores, count))
+    check_count("n", n, _MOST_THREADS)
+    _set_cores([] if cores is None else _check_cores(cores, n))
     for name, state in backends().items():
         if state == "available":
-            load(name).set_threads(count)
+            load(name).set_threads(n)
 
 
 def _check_cores(cores: Sequence[int], count: int) -> list[int]:
