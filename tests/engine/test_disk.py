@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import _models as models
 from _cases import case, finish, next_token, other_shape, tokens
@@ -90,6 +90,35 @@ def test_a_step_while_a_weight_is_aliased_in_memory(aliases: int, tmp_path: Path
     assert all(torch.equal(one, other) for one, other in zip(losses, same_losses, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(weights, same_weights, strict=True))
     assert left == [0, 0]
+
+
+def test_a_step_without_room_steps_no_group(tmp_path: Path) -> None:
+    """Aliases take the room that a plan's step would have; the group behind the others is the largest."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)), nn.Linear(32, 128))
+    options = Options(group_bytes=2200)
+    model, optimizer = chunked(layers, SPEC, budget=below(66_000, tmp_path), options=options)
+
+    def backward() -> None:
+        model(torch.ones(2, 32)).float().square().mean().backward()
+
+    def counts() -> list[float]:
+        return [float(entry["step"]) for entry in optimizer.state_dict(masters=True)["state"].values()]
+
+    for _ in range(2):
+        backward()
+        finish(optimizer)
+    held = [parameter.detach() for parameter in model.parameters()]
+    backward()
+    with pytest.raises(DoesNotFit):
+        optimizer.step()
+    assert counts() == [2.0] * 10
+    held.clear()
+    optimizer.zero_grad()
+    backward()
+    finish(optimizer)
+    assert counts() == [3.0] * 10
+    release(model)
 
 
 @pytest.mark.parametrize("where", ROOM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -170,6 +171,20 @@ def test_in_16_bits(kind: str, device: str) -> None:
     try:
         for x in (x_of(0), x_of(0).bfloat16()):
             assert torch.equal(values(model(INPUTS[kind](x))), expected)
+    finally:
+        release(model)
+
+
+@pytest.mark.parametrize("kind", ["GivesItself", "nested", "jagged", "coo"])
+def test_a_result_without_backward_is_freed(kind: str) -> None:
+    """Also where an operator saves its own output."""
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    made: list[Any] = []
+    layers[1].register_forward_hook(lambda module, args, result: made.append(weakref.ref(result)))
+    model, _ = chunked(layers, SGD(lr=0.1), device="cpu", precision="fp32")
+    try:
+        model(INPUTS[kind](x_of(0)))
+        assert [each() for each in made] == [None] * len(made) != []
     finally:
         release(model)
 

@@ -39,17 +39,19 @@ class OnDemandStepper:
     # Steps.
 
     def step(self, settings_of: SettingsOf, factor: float) -> None:
-        """Step every group that has a gradient."""
+        """Step every group with a gradient; raise `DoesNotFit` before any is stepped, if one has no room."""
+        groups = []
         for group in self._groups:
             if any(record.gradient is not GradientPlace.NONE for record in group.tensors):
-                self.step_one(group, settings_of, factor)
+                groups.append(group)
+        if not self._store.resident:
+            self._check_room(groups)
+        for group in groups:
+            self.step_one(group, settings_of, factor)
 
     def step_one(self, group: ParamGroup, settings_of: SettingsOf, factor: float) -> None:
         """Step one group."""
-        kinds = list(dict.fromkeys((group.weight, Kind.P32, *group.state_kinds)))
-        if any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
-            kinds.append(Kind.ACC)
-        tier = self._store.work_tier(group.chunks[Kind.P32].home.tier)
+        kinds, tier = _kinds_of(group), self._store.work_tier(group.chunks[Kind.P32].home.tier)
         slots = self._copies_on(group, kinds, tier)
         copies = {kind: group.chunks[kind].copies.get(tier) for kind in kinds}
         queue = Queue.CPU if tier else Queue.COMPUTE
@@ -59,6 +61,24 @@ class OnDemandStepper:
         for kind, copy in copies.items():
             if copy is not None and copy is not slots[kind]:
                 group.chunks[kind].add_copy(copy)  # it has live aliases, which keep the old values
+
+    def _check_room(self, groups: list[ParamGroup]) -> None:
+        """Reserve what the largest copies of one group take on each tier, and release it again."""
+        largest: dict[int, list[int]] = {}
+        for group in groups:
+            tier = self._store.work_tier(group.chunks[Kind.P32].home.tier)
+            chunks = [group.chunks[kind] for kind in _kinds_of(group)]
+            sizes = [chunk.bytes for chunk in chunks if chunk.home.tier != tier]
+            if sum(sizes) > sum(largest.get(tier, ())):
+                largest[tier] = sizes
+        for tier, sizes in largest.items():
+            slots: list[Slot] = []
+            try:
+                for size in sizes:
+                    slots.append(self._store.reserve(tier, size))
+            finally:
+                for slot in slots:
+                    self._residency.transfers.release_slot(slot)
 
     def _copies_on(self, group: ParamGroup, kinds: list[Kind], tier: int) -> dict[Kind, Slot]:
         """Return slots on a tier with these kinds' current bytes; if there is no room for all, undo and raise."""
@@ -160,3 +180,11 @@ class OnDemandStepper:
             self._residency.replace(record, each, flat)
         if kind in (Kind.P32, group.weight):
             record.mark_replaced()
+
+
+def _kinds_of(group: ParamGroup) -> list[Kind]:
+    """Return the kinds that a group's step reads or writes."""
+    kinds = list(dict.fromkeys((group.weight, Kind.P32, *group.state_kinds)))
+    if any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
+        kinds.append(Kind.ACC)
+    return kinds

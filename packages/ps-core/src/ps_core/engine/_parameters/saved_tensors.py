@@ -124,8 +124,10 @@ class SavedTensors:
         """Return what autograd saves of a tensor for backward: a reference to a parameter, or the tensor and its
         version.
         """
-        if tensor.is_meta or tensor.layout is not _STRIDED:
+        if tensor.is_meta:
             return tensor
+        if tensor.layout is not _STRIDED:
+            return tensor.detach(), tensor._version
         storage = tensor.untyped_storage()
         record = self._owners.get(storage._cdata)
         if record is None:
