@@ -19,6 +19,7 @@ from _refusals import X, net, train
 from _runs import HOST, let_go
 from ps_core import AdamW, Budget, Group, Options, TorchOptimizer
 from ps_core.engine import chunked, load_checkpoint, release, save_checkpoint
+from ps_core.engine._optim.kernel_rule import Settings, StepRule
 from test_torch_optimizer import Draws, FiveStates, Reserved
 
 
@@ -487,3 +488,10 @@ def groups_assigned() -> None:
     model[0].requires_grad_(True)
     optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.5})
     goes_on(model, optimizer)
+
+
+row(
+    "decoupled must be True or False, found {}",
+    lambda: Settings(kind=StepRule.ADAM, lr=0.1, decoupled=1),  # type: ignore[arg-type]
+    lambda: Settings(kind=StepRule.ADAM, lr=0.1, decoupled=True),
+)

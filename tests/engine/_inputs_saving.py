@@ -22,6 +22,11 @@ def save(path: Any, **more: Any) -> None:
 
 
 row("cannot be a checkpoint: name a folder below it", lambda: save("/"), lambda: save(folder() / "run"))
+row(
+    "extra must be a dictionary, or None; found a {}",
+    lambda: save(folder() / "run", extra=[1]),
+    lambda: save(folder() / "run", extra={"1": 1}),
+)
 
 
 @case("is being saved to by another process: wait for it")
