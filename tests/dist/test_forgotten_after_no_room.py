@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -51,70 +53,63 @@ def steps(model: Any, optimizer: Any, number: int) -> None:
         optimizer.zero_grad()
 
 
-def masters(optimizer: Any) -> list[Tensor]:
-    return list(masters_of(optimizer.state_dict(masters=True)).values())
+def trained(each: Together, budget: Budget, break_off: Callable[[Any, Any], None] | None = None) -> list[Tensor]:
+    """Return the masters after four steps; ``break_off`` makes a pass that fails behind the second."""
+    model, optimizer = begin(each, budget, precision="bf16", device="cpu")
+    steps(model, optimizer, 2)
+    if break_off is not None:
+        break_off(model, optimizer)
+        optimizer.zero_grad()
+    steps(model, optimizer, 2)
+    found = list(masters_of(optimizer.state_dict(masters=True)).values())
+    release(model)
+    return found
 
 
-def an_abandoned_forward(model: Any, optimizer: Any) -> None:
-    """Its sums come with those of the next pass, which are then added to them, in memory of their own."""
+def check(case: Callable[[Together], list[Tensor]]) -> None:
+    """Compare each rank's masters with those of four steps with room for everything."""
+    for found, expected in zip(run(2, case)[0], run(2, partial(trained, budget=ROOMY))[0], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def abandon_forward(model: Any, optimizer: Any) -> None:
+    """Make a forward pass that has no backward: the next pass adds its sums to this one's, which takes memory."""
     loss = model(VALUES)
     optimizer.zero_grad()
     del loss
 
 
 def test_training_goes_on_once_gradients_are_forgotten() -> None:
-    def case(each: Together) -> list[Tensor]:
-        model, optimizer = begin(each, SHORT, precision="bf16", device="cpu")
-        steps(model, optimizer, 2)
-        an_abandoned_forward(model, optimizer)
+    def break_off(model: Any, optimizer: Any) -> None:
+        abandon_forward(model, optimizer)
         with pytest.raises(DoesNotFit):
             backward(model)
-        optimizer.zero_grad()
-        steps(model, optimizer, 2)
-        found = masters(optimizer)
-        release(model)
-        return found
 
-    for found, expected in zip(run(2, case)[0], run(2, undisturbed)[0], strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-def undisturbed(each: Together) -> list[Tensor]:
-    """Masters after four steps, with room for everything."""
-    model, optimizer = begin(each, ROOMY, precision="bf16", device="cpu")
-    steps(model, optimizer, 4)
-    found = masters(optimizer)
-    release(model)
-    return found
+    check(partial(trained, budget=SHORT, break_off=break_off))
 
 
 def test_a_rank_without_room_takes_part_once() -> None:
-    """What it needs for the sum it reserves before; else it would exchange a second time, and the other would not."""
+    """A rank reserves memory for a sum before it exchanges gradients: to exchange them twice would part the ranks."""
+    full = DoesNotFit(tier="host", moment="a sum", needed_bytes=2, available_bytes=1, proven=True)
 
     def case(each: Together) -> list[Tensor]:
-        model, optimizer = begin(each, ROOMY, precision="bf16", device="cpu")
-        steps(model, optimizer, 2)
-        an_abandoned_forward(model, optimizer)
-        if each.mesh.rank:
-            backward(model)
-        else:
-            full = DoesNotFit(tier="host", moment="a sum", needed_bytes=2, available_bytes=1, proven=True)
+        def break_off(model: Any, optimizer: Any) -> None:
+            abandon_forward(model, optimizer)
+            if each.mesh.rank:
+                backward(model)
+                return
             sums = hooks_of(model).engine.gradients.sums
             with mock.patch.object(sums, "accumulator", side_effect=full), pytest.raises(DoesNotFit):
                 backward(model)
-        optimizer.zero_grad()
-        steps(model, optimizer, 2)
-        found = masters(optimizer)
-        release(model)
-        return found
 
-    for found, expected in zip(run(2, case)[0], run(2, undisturbed)[0], strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        return trained(each, ROOMY, break_off)
+
+    check(case)
 
 
 @pytest.mark.parametrize("attempts", [1, 3])
 def test_a_model_that_does_not_fit_is_released(attempts: int) -> None:
-    """The last sums that other ranks may wait for then take more than the budget."""
+    """Other ranks may wait for sums of the pass that broke off: these may take more than the budget."""
 
     def case(each: Together) -> None:
         model, optimizer = begin(each, SHORT, precision="fp32", device="cpu")

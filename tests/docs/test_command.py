@@ -63,7 +63,7 @@ def test_commands_shown_parse(sequence: tuple[str, ...]) -> None:
 
 
 def keys_on_the_page(command: str) -> list[dict[str, str]]:
-    """The tables of a command's JSON document: each key, and what is said of it."""
+    """Read the page's tables of a command's JSON document: each key with its description."""
     page = PAGE.read_text(encoding="utf-8").partition("\n## JSON\n")[2].partition("\n## ")[0]
     section = page.partition(f"### `{command}`\n")[2].partition("\n### ")[0]
     return [
@@ -83,7 +83,7 @@ def document(capsys: pytest.CaptureFixture[str], words: str, status: int = 0) ->
 
 
 def nested(document: dict[str, Any], key: str) -> set[str]:
-    """The keys of the document within a document; of the tiers, those of each tier."""
+    """Return the keys of the inner document; for ``tiers``, those of all tiers together."""
     inner = document[key]
     return set().union(*inner.values()) if key == "tiers" else set(inner)
 

@@ -76,7 +76,7 @@ class CheckedCuda(CudaDevice):
         self.unordered: set[str] = set()
         """What may meet: ``COLL reads what COMPUTE writes``, the later one first."""
         self._computes: dict[Any, Any] = {}
-        """What each stream that computes is for the checker."""
+        """The checker's queue for each compute stream."""
         super().__init__(runtime)
 
     def arena(self, size_bytes: int) -> Tensor:
@@ -102,14 +102,14 @@ class CheckedCuda(CudaDevice):
         super().declare_access(queue, what, reads, writes)
 
     def _checked(self, queue: Queue) -> QueueOrWorker:
-        """What a queue is for the checker."""
+        """Return the checker's queue for a queue of the device; each compute stream has its own."""
         if queue is not Queue.COMPUTE:
             return queue
         found: QueueOrWorker = self._computes[self._stream(queue)]
         return found
 
     def _stream(self, queue: Queue) -> Any:
-        """See whether a stream on which the user computes from here on waits for the one before."""
+        """Tell the checker whether a new compute stream waits for the one before."""
         last = self._compute
         end = self._runtime.current().end  # type: ignore[attr-defined]
         stream: Any = super()._stream(queue)

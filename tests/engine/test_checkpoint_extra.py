@@ -1,4 +1,4 @@
-"""What a user puts into a checkpoint besides: it comes back equal, or is refused by name before anything is written."""
+"""Save ``extra`` in a checkpoint: it is loaded equal, or refused by name before anything is written."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_what_waits_for_something_else_waits_on_the_streams_own_thread(file: Dis
 
 
 def test_a_wait_that_fails_ends_the_streams(streams: DiskStreams, file: DiskFile) -> None:
-    """A card that failed raises wherever an event of it is waited for; nobody may wait for ever."""
+    """Waiting for an event of a failed card raises; the disk's streams then end, so the host thread does not hang."""
 
     def fail() -> None:
         raise RuntimeError("the card failed")

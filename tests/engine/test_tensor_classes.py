@@ -43,7 +43,7 @@ class CallsSuper(Tensor):
 
 
 class Refuses(Tensor):
-    """It handles functions of its own instances only, and leaves the rest to the next class."""
+    """A class that handles no function, and leaves each to the next class."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +59,7 @@ class NoFunctions(Tensor):
 
 
 class Wrapper(Tensor):
-    """It has no memory of its own, and unwraps itself for each operator."""
+    """A tensor that wraps another one, and gives that one to each operator."""
 
     whole: Tensor
 

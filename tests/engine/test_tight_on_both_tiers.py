@@ -1,4 +1,4 @@
-"""Both tiers are tight, so plans lend home slots; training goes on after whatever interrupts a pass."""
+"""Train where both tiers are tight, so that plans lend home slots: training goes on after a pass broke off."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class Training:
         return list(masters_of(self.optimizer.state_dict(masters=True)).values())
 
 
-@pytest.mark.parametrize(("device", "host"), BUDGETS)
-def test_training_goes_on_once_the_exception_is_dropped(device: int, host: int) -> None:
+def interrupted(device: int, host: int) -> tuple[Training, list[BaseException]]:
+    """Train, keep the exception of a step, and try one more step, for which memory may be short then."""
     training = Training(device, host)
     for _ in range(3):
         training.step()
@@ -94,6 +94,12 @@ def test_training_goes_on_once_the_exception_is_dropped(device: int, host: int) 
     training.optimizer.zero_grad()
     with suppress(DoesNotFit):
         training.step()
+    return training, kept
+
+
+@pytest.mark.parametrize(("device", "host"), BUDGETS)
+def test_training_goes_on_once_the_exception_is_dropped(device: int, host: int) -> None:
+    training, kept = interrupted(device, host)
     kept.clear()
     gc.collect()
     training.optimizer.zero_grad()
@@ -106,13 +112,7 @@ def test_training_goes_on_once_the_exception_is_dropped(device: int, host: int) 
 @pytest.mark.parametrize(("device", "host"), BUDGETS)
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_model_dropped_then_gives_back_all_memory(device: int, host: int) -> None:
-    training = Training(device, host)
-    for _ in range(3):
-        training.step()
-    kept = [training.break_off()]
-    training.optimizer.zero_grad()
-    with suppress(DoesNotFit):
-        training.step()
+    training, kept = interrupted(device, host)
     store, gone = hooks_of(training.model).engine.store, weakref.ref(training.model)
     del training
     kept.clear()
@@ -141,7 +141,7 @@ def test_a_weight_changed_in_forward_is_refused_and_restored(device: int, host: 
     ("device", "precision", "batch"), [(36000, "fp32", 16), (36000, "fp32", 32), (22000, "bf16", 32)]
 )
 def test_what_pytorch_keeps_of_a_backward_that_raised_is_freed(device: int, precision: str, batch: int) -> None:
-    """Its queue keeps branches of the graph until the next backward pass, in which nothing else would fit."""
+    """PyTorch's queue keeps branches of the graph until the next backward pass; that pass must fit all the same."""
     training = Training(device, 70000, precision)
     for _ in range(3):
         training.step()

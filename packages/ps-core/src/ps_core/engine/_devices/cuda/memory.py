@@ -20,9 +20,8 @@ class EngineAllocations:
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}
-        """Bytes by storage."""
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._blocks: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        """The bytes of each storage, and the storage, by its address."""
         self._count = itertools.count()
         self._trackers: dict[int, weakref.ref[AllocatorBytesTracker]] = {}
 
@@ -47,29 +46,24 @@ class EngineAllocations:
     @property
     def bytes(self) -> int:
         """Return the bytes of all models together."""
-        return sum(list(self._sizes.values()))
+        return sum(size for size, _ in list(self._blocks.values()))
 
     def add(self, memory: torch.Tensor, size_bytes: int) -> None:
         """Count so many bytes until a tensor's memory ends."""
         storage = memory.untyped_storage()
-        self._sizes[storage._cdata] = size_bytes
-        self._storages[storage._cdata] = weakref.ref(storage)
-        weakref.finalize(storage, self._forget, storage._cdata).atexit = False
-
-    def _forget(self, key: int) -> None:
-        self._sizes.pop(key)
-        self._storages.pop(key)
+        self._blocks[storage._cdata] = size_bytes, weakref.ref(storage)
+        weakref.finalize(storage, self._blocks.pop, storage._cdata).atexit = False
 
     def blocks(self) -> list[torch.Tensor]:
         """Return a tensor on each block of the engine's memory, of all models."""
-        storages = [found() for found in list(self._storages.values())]
+        storages = [storage() for _, storage in list(self._blocks.values())]
         return [
             torch.empty(0, dtype=torch.uint8, device=each.device).set_(each) for each in storages if each is not None
         ]
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor lies in the engine's memory."""
-        return tensor.untyped_storage()._cdata in self._sizes
+        return tensor.untyped_storage()._cdata in self._blocks
 
 
 class AllocatorBytesTracker:
