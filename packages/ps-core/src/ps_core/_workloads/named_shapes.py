@@ -146,6 +146,9 @@ _NAMED = {
     )
 }
 _FREE_NAME = re.compile(r"(gpt|bert)-(\d{1,6})x(\d{1,7})")
+_BILLIONS = re.compile(r"([a-z]+)-?(\d{1,6}(?:\.\d{1,6})?)b")
+_NEAR = 1.5
+"""A named size within this factor of the wanted one is suggested."""
 
 
 def names() -> tuple[str, ...]:
@@ -161,6 +164,18 @@ def published_names() -> tuple[str, ...]:
 _ANY_SIZE = "gpt-LAYERSxHIDDEN or bert-LAYERSxHIDDEN is any size, as in gpt-24x2048; docs/sizes.md has the names"
 
 
+def _sizes_near(key: str) -> str:
+    """Suggest names for one like ``gpt-1.3b``: the two nearest in size, and one of any size; "" for other names."""
+    found = _BILLIONS.fullmatch(key)
+    kind = [row for row in _NAMED.values() if row.name.startswith(found[1])] if found else []
+    if found is None or not kind:
+        return ""
+    wanted = max(float(found[2]) * 1e9, 1.0)
+    factors = {row.name: max(row.parameters, wanted) / min(row.parameters, wanted) for row in kind}
+    near = sorted((name for name, factor in factors.items() if factor < _NEAR), key=factors.__getitem__)[:2]
+    return f"did you mean {' or '.join(near)}? {_ANY_SIZE}" if near else _ANY_SIZE
+
+
 def shape(name: str, *, vocabulary: int | None = None, positions: int | None = None) -> TransformerShape:
     """Return the shape of that name (in any case), or of ``gpt-LAYERSxHIDDEN`` or ``bert-LAYERSxHIDDEN``.
 
@@ -171,7 +186,8 @@ def shape(name: str, *, vocabulary: int | None = None, positions: int | None = N
     if found is None:
         free = _FREE_NAME.fullmatch(key)
         if free is None:
-            raise InvalidInput(f"no model is called {name!r}; {did_you_mean(key, _NAMED, _ANY_SIZE)}")
+            meant = _sizes_near(key) or did_you_mean(key, _NAMED, _ANY_SIZE)
+            raise InvalidInput(f"no model is called {name!r}; {meant}")
         layers, hidden = int(free[2]), int(free[3])
         found = gpt(layers, hidden) if free[1] == "gpt" else bert(layers, hidden, _heads(hidden), name=key)
     if vocabulary is not None:
