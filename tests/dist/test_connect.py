@@ -54,7 +54,7 @@ def test_what_the_doctor_says(monkeypatch: pytest.MonkeyPatch) -> None:
     here = " or ".join(ps_dist.transports())
     works = ps_dist.shared_memory_error()
     said = "processes share host memory" if works is None else f"processes cannot share host memory: {works}"
-    assert examine()["ps_dist"] == f"{ps_dist.__version__} for CUDA by {here}; {said}"
+    assert examine()["ps_dist"] == f"{ps_dist.__version__} sends data of GPUs by {here}; {said}"
 
 
 def test_what_the_doctor_says_where_memory_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,8 +327,6 @@ MISTAKES = [
     (("plan", "gpt2", "--hf", "x"), "not allowed with"),
     (("plan", "gpt-18x"), "did you mean gpt-18b"),
     (("plan", "gpt-1.3b"), "did you mean gpt-1b or gpt2-xl? gpt-LAYERSxHIDDEN"),
-    (("plan", "gpt-7b"), "did you mean gpt-6b or gpt-8b? gpt-LAYERSxHIDDEN"),
-    (("plan", "gpt-0b"), "is any size"),
     (("plan", "gpt2", "--device-memory", "20Gb?"), "not a size: '20Gb?'"),
     (("plan", "gpt2", "--gpus", "0"), "'0' is not a whole number of at least 1"),
     (("plan", "gpt2", "--gpus", "two"), "'two' is not a whole number"),

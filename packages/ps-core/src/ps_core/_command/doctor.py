@@ -27,7 +27,7 @@ _PROBES = {
     "cupy": "import cupy; print(cupy.__version__)",
     "ps_kernels": "import ps_kernels as k; print('; '.join(f'{n}: {s}' for n, s in k.backends().items()))",
     "ps_dist": (
-        "import ps_dist as d; why = d.shared_memory_error(); print(d.__version__, 'for CUDA by', "
+        "import ps_dist as d; why = d.shared_memory_error(); print(d.__version__, 'sends data of GPUs by', "
         "' or '.join(d.transports()) + ';', 'processes share host memory' if why is None else "
         "f'processes cannot share host memory: {why}')"
     ),
