@@ -205,7 +205,7 @@ def trainer(model: Any, told: Any, kind: Any = ChunkedTrainer, **more: Any) -> A
 
 
 provoked(
-    "does not go with a memory budget: leave {} out; precision= says what is computed in, device_memory=",
+    "does not go with a memory budget: leave {} out, or give {}=False (SFTConfig turns bf16 on by itself); precision=",
     lambda: arguments(bf16=True),
     lambda: trainer(llama(), arguments(precision="bf16")),
 )

@@ -48,8 +48,9 @@ class ManagedArguments:
         for name in ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "fsdp", "deepspeed", "torch_compile"):
             if getattr(self, name, None):
                 raise InvalidInput(
-                    f"{name}={getattr(self, name)!r} does not go with a memory budget: leave {name} out; precision= "
-                    "says what is computed in, device_memory= how much of the accelerator is used"
+                    f"{name}={getattr(self, name)!r} does not go with a memory budget: leave {name} out, or give "
+                    f"{name}=False (SFTConfig turns bf16 on by itself); precision= says what is computed in, "
+                    "device_memory= how much of the accelerator is used"
                 )
 
     @property
