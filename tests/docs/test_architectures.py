@@ -31,7 +31,7 @@ def script() -> ModuleType:
 
 def test_the_page_names_them_all(script: Any) -> None:
     section = PAGE.partition("## Models of transformers")[2].partition("\n## ")[0]
-    assert sorted(re.findall(r"`([\w-]+)`", section.partition("Tried were:")[2])) == sorted(script.ARCHITECTURES)
+    assert sorted(re.findall(r"`([\w-]+)`", section.partition("The architectures:")[2])) == sorted(script.ARCHITECTURES)
     assert f"{len(script.ARCHITECTURES)} architectures" in section
 
 
