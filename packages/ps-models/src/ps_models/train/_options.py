@@ -24,7 +24,7 @@ def _option(default: Any, rule: rules.OptionRule, section: str, what: str, *, id
     return field(default=default, metadata={"rule": rule, "section": section, "what": what, "identity": identity})
 
 
-MODEL, PLACE, DATA, TRAINING, WATCHING, SAVING = "Model", "Where", "Data", "Training", "Watching", "Saving"
+MODEL, PLACE, DATA, TRAINING, WATCHING, SAVING = "Model", "Hardware", "Data", "Training", "Watching", "Saving"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class TrainOptions:
         None,
         rules.number(0, above=True),
         MODEL,
-        "adapters are scaled by this over their rank (default: twice the rank)",
+        "scale adapters by this, divided by their rank (default: twice the rank)",
         identity=True,
     )
     vocab: int | None = _option(
@@ -71,20 +71,18 @@ class TrainOptions:
         identity=True,
     )
     precision: str = _option(
-        "bf16", rules.one_of("bf16", "fp16", "fp32"), MODEL, "what is computed in; masters are fp32", identity=True
+        "bf16", rules.one_of("bf16", "fp16", "fp32"), MODEL, "of the computation; masters are fp32", identity=True
     )
-    checkpointing: bool = _option(True, rules.flag(), MODEL, "keep only every block's input, recompute the rest")
+    checkpointing: bool = _option(True, rules.flag(), MODEL, "keep only each block's input, recompute the rest")
     offload_checkpoints: bool = _option(
-        False, rules.flag(), MODEL, "and keep that in the computer's memory between forward and backward"
+        False, rules.flag(), MODEL, "keep these inputs in host memory between forward and backward"
     )
-    untied_head: bool = _option(
-        False, rules.flag(), MODEL, "a head of its own, where the model's is its token table", identity=True
-    )
+    untied_head: bool = _option(False, rules.flag(), MODEL, "give the model a head of its own", identity=True)
     cpu_embedding: bool = _option(
-        False, rules.flag(), MODEL, "look tokens up in the computer's memory, where their table stays"
+        False, rules.flag(), MODEL, "keep the token table in host memory and look tokens up there"
     )
     head_tiles: int = _option(
-        1, rules.whole(1, 2**16), MODEL, "pieces of a head of its own, each moved by itself", identity=True
+        1, rules.whole(1, 2**16), MODEL, "pieces of an untied head, each moved by itself", identity=True
     )
 
     device: str = _option(
@@ -97,11 +95,11 @@ class TrainOptions:
         None, rules.size(), PLACE, "the accelerator's budget (default: what is free on it, less a tenth)"
     )
     host_memory: str | int | None = _option(
-        None, rules.size(), PLACE, "the computer's budget (default: what is available, less a tenth)"
+        None, rules.size(), PLACE, "the host's budget (default: what is available, less a tenth)"
     )
     disk: str | int | None = _option(None, rules.size(), PLACE, "disk space for a third tier (default: none)")
-    disk_dir: str | None = _option(None, rules.text("DIR"), PLACE, "where that is (default: `OUT/disk`)")
-    threads: int | None = _option(None, rules.whole(1, 1024), PLACE, "of the CPU (default: PyTorch's choice)")
+    disk_dir: str | None = _option(None, rules.text("DIR"), PLACE, "folder of that disk space (default: `OUT/disk`)")
+    threads: int | None = _option(None, rules.whole(1, 1024), PLACE, "CPU threads (default: PyTorch's choice)")
 
     data: tuple[str, ...] = _option(
         (),
@@ -125,22 +123,22 @@ class TrainOptions:
         False,
         rules.flag(),
         DATA,
-        "put several short samples into a sequence, none of which sees another",
+        "put several short samples into a sequence; none attends to another",
         identity=True,
     )
     mask_token: int | None = _option(
         None,
         rules.whole(0),
         DATA,
-        "what hides a token from a BERT (default: the tokenizer's; needed with token files)",
+        "number of a BERT's mask token (default: the tokenizer's; needed with token files)",
         identity=True,
     )
     validation: float = _option(
         0.05, rules.number(0, 0.5, above=True), DATA, "the part of the data that is never trained on", identity=True
     )
     seq: int = _option(256, rules.whole(2), DATA, "tokens of a sequence", identity=True)
-    batch: int = _option(8, rules.whole(1, 2**20), DATA, "sequences of a micro-batch", identity=True)
-    accumulate: int = _option(1, rules.whole(1), DATA, "micro-batches of a step", identity=True)
+    batch: int = _option(8, rules.whole(1, 2**20), DATA, "sequences per micro-batch, of all processes", identity=True)
+    accumulate: int = _option(1, rules.whole(1), DATA, "micro-batches per step", identity=True)
     seed: int = _option(0, rules.whole(0), DATA, "of the weights, the order of the data, and the sample", identity=True)
 
     steps: int = _option(200, rules.whole(1), TRAINING, "optimizer steps in all, those of earlier calls included")
@@ -166,27 +164,27 @@ class TrainOptions:
         None,
         rules.whole(1),
         TRAINING,
-        "stop after so many validations in a row whose loss is not below the least so far (default: train all steps)",
+        "stop after this many validations in a row without a new least loss (default: train all steps)",
     )
 
     eval_every: int = _option(100, rules.whole(0), WATCHING, "steps between validations; 0: only at the end")
     eval_batches: int = _option(8, rules.whole(1), WATCHING, "batches of a validation")
-    log_every: int = _option(10, rules.whole(1), WATCHING, "steps between lines")
+    log_every: int = _option(10, rules.whole(1), WATCHING, "steps between printed lines")
     log: str | None = _option(
-        None, rules.one_of("tensorboard", "wandb"), WATCHING, "tell it too, where installed (default: neither)"
+        None, rules.one_of("tensorboard", "wandb"), WATCHING, "also log there; must be installed (default: neither)"
     )
     peak_tflops: float | None = _option(
-        None, rules.number(0, above=True), WATCHING, "the device's, for MFU (default: known for some cards)"
+        None, rules.number(0, above=True), WATCHING, "peak of the device, for MFU (default: known for some GPUs)"
     )
     sample: int = _option(200, rules.whole(0), WATCHING, "tokens of sample text at the end; 0: none")
     prompt: str = _option("def ", rules.text("TEXT", empty=True), WATCHING, "what the sample starts with")
     temperature: float = _option(0.8, rules.number(0), WATCHING, "of the sample; 0: the likeliest token each time")
 
-    out: str = _option("pstar-run", rules.text("DIR"), SAVING, "the run's folder; a run that is there is resumed")
+    out: str = _option("pstar-run", rules.text("DIR"), SAVING, "the run's folder; a run in it is resumed")
     checkpoint_every: int = _option(100, rules.whole(0), SAVING, "steps between checkpoints; 0: only at the end")
-    keep: int = _option(2, rules.whole(1), SAVING, "how many checkpoints stay")
+    keep: int = _option(2, rules.whole(1), SAVING, "how many checkpoints to keep")
     keep_best: bool = _option(
-        False, rules.flag(), SAVING, "also save, and keep, the checkpoint of the least validation loss"
+        False, rules.flag(), SAVING, "also save and keep the checkpoint with the least validation loss"
     )
     lora_merge: bool = _option(
         False, rules.flag(), SAVING, "export the whole model with the adapters merged, not the adapters"
