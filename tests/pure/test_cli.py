@@ -343,7 +343,7 @@ MISTAKES = [
     (("plan", "gpt2", "--machine", "abacus"), "unknown machine 'abacus'"),
     (("plan", "--hf", "missing.json"), "cannot read 'missing.json'"),
     (("plan", "--hf", "damaged.json"), "damaged.json: not JSON"),
-    (("plan", "--trace", "missing.json"), "missing.json"),
+    (("plan", "--trace", "missing.json"), "cannot read 'missing.json': No such file"),
     (("plan", "--trace", "damaged.json"), "damaged.json: not a trace"),
     (("plan", "--trace", "binary"), "binary: "),
     (("plan", "gpt2", "--machine", "damaged.toml"), "damaged.toml: not TOML"),

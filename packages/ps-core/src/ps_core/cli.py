@@ -227,7 +227,9 @@ def _subject(options: argparse.Namespace) -> Subject:
     if options.trace is not None:
         try:
             return Trace.from_json(read_text(Path(options.trace), _LONGEST_TRACE_BYTES))
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise InvalidInput(f"cannot read {options.trace!r}: {error.strerror or error}") from error
+        except ValueError as error:
             raise InvalidInput(f"{options.trace}: {error}") from error
     if options.hf is None:
         named = shape(options.model, vocabulary=options.vocab)
