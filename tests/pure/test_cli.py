@@ -50,12 +50,12 @@ def document(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict
 def test_what_gpus_send_by_and_what_crosses_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     two = ("plan", "gpt-1b", "--batch", "4", "--gpus", "2", "--machine")
     _, pcie, _ = run(capsys, *two, "rtx4090")
-    assert "  wire by               NCCL at 10 GB/s a process, host memory that all processes share at 4.17\n" in pcie
+    assert "  sent by               NCCL at 10 GB/s a process, host memory that all processes share at 4.17\n" in pcie
     _, links, _ = run(capsys, *two, "a100-40", "--nodes", "2")
-    assert "  wire by               NCCL at 220 GB/s a process\n" in links
-    assert re.search(r"^  wire +(.*)\n  network +\1$", links, re.MULTILINE), "a process a node: all of it crosses"
+    assert "  sent by               NCCL at 220 GB/s a process\n" in links
+    assert re.search(r"^  to other processes +(.*)\n  between nodes +\1$", links, re.MULTILINE), "all of it crosses"
     _, alone, _ = run(capsys, "plan", "gpt-1b", "--batch", "4", "--machine", "a100-40")
-    assert "wire by" not in alone
+    assert "sent by" not in alone
 
 
 @pytest.mark.parametrize("before", [True, False])

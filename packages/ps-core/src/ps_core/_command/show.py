@@ -14,6 +14,10 @@ from ps_core._trace import Trace
 from ps_core._units import format_bytes, format_count
 
 Document = dict[str, object]
+_SENT = {"wire": "to other processes", "network": "between nodes"}
+"""What the text calls some links of ``moved_bytes``."""
+_SHORTEST_S = 1e-9
+"""Shorter times are what rounding leaves of none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +163,16 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
             f"  {_bar(peak / max(1, tier.capacity_bytes), ascii_only)}"
         )
     lines += ["", "  moved each step, each process"]
-    lines += [f"  {name:<20}{format_bytes(count):>12}" for name, count in told.moved_bytes.items()]
     cluster = found.training.cluster
+    moved = {link: count for link, count in told.moved_bytes.items() if link != "wire" or cluster.gpus > 1}
+    lines += [f"  {_SENT.get(link, link):<20}{format_bytes(count):>12}" for link, count in moved.items()]
     if cluster.gpus > 1 and cluster.device_memory:
         way = transport(found.training.machine, ranks=cluster.gpus, ranks_per_node=cluster.ranks_per_node)
-        lines.append(f"  wire by               {way.why}")
+        lines.append(f"  sent by               {way.why}")
     lines += [
         "",
         f"  {'step':<20}{_seconds(told.step_time_s):>12}  forward {_seconds(told.forward_s)}, backward "
-        f"{_seconds(told.backward_s)}, rest {_seconds(told.update_s)}; compute idle {_seconds(told.stalled_s)}",
+        f"{_seconds(told.backward_s)}, update {_seconds(told.update_s)}; compute idle {_seconds(told.stalled_s)}",
         *_overlapped(told),
         f"  {'speed':<20}{found.tokens_per_s:>12,.0f}  tokens/s",
         f"  {'':<20}{found.tflops_per_gpu:>12.4g}  TFLOPS per GPU, counting 8 per parameter and token "
@@ -181,7 +186,7 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
     ]
     if found.table is not None:
         held = format_bytes(found.table.held_bytes)
-        lines.append(f"  {'token table':<20}{held:>12}  of host for good, states and gradient included")
+        lines.append(f"  {'token table':<20}{held:>12}  of host memory in every moment, states and gradient included")
     lines += _bullets("note", found.planned.plan.notes)
     lines += _bullets("advice", advice)
     return "\n".join(lines) + "\n"
@@ -217,7 +222,7 @@ def refusal_text(case: Case, refusal: DoesNotFit, remedies: Sequence[str]) -> st
         f"  {format_bytes(refusal.available_bytes)} available, {format_bytes(missing)} missing (each process)",
     ]
     empty = [tier.name for tier in case.training.cluster.tiers() if not tier.capacity_bytes]
-    lines += [f"  what is kept in reserve takes all {name} memory (--reserve-{name} sets less)" for name in empty]
+    lines += [f"  the reserve takes all {name} memory (--reserve-{name} sets less)" for name in empty]
     lines += _bullets("what would help", remedies or ("no single change this command knows of would",))
     return "\n".join(lines) + "\n"
 
@@ -271,4 +276,4 @@ def _overlapped(told: Prediction) -> list[str]:
 
 
 def _seconds(count: float) -> str:
-    return f"{count:.3g} s" if count >= 1 or not count else f"{count * 1e3:.3g} ms"
+    return f"{count:.3g} s" if count >= 1 else f"{count * 1e3:.3g} ms" if count >= _SHORTEST_S else "0 s"
