@@ -165,7 +165,7 @@ class StateDictHooks:
 def no_copies(name: str, model: str) -> UnsupportedParameter:
     """Return the error for copying a model or its hooks; ``name``: one parameter's, for the message."""
     return UnsupportedParameter(
-        f"{name!r} and all of this {model} is under management and cannot be copied or pickled: save "
+        f"{name!r} and all of this {model} are under management and cannot be copied or pickled: save "
         "model.state_dict(), copy.deepcopy(model) inside `with materialized(model):`, or release(model) first; for a "
         "moving average of the weights use WeightAverage(model)"
     )
