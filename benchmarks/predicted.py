@@ -148,18 +148,20 @@ def _row(*cells: object) -> str:
 
 HEAD = """# Predicted scale and speed
 
-Nothing on this page was measured here: every figure of ours is **predicted**. A step was planned, the plan verified, and
-simulated on a [machine file](command.md#machine-files). `python benchmarks/predicted.py > docs/predicted.md` writes the page.
-To predict for your own model and computer, use [`pstar plan` and `pstar scale`](command.md).
+Nothing on this page was measured here: every figure of ours is **predicted**. A step was planned, the plan verified,
+and simulated on a [machine file](command.md#machine-files). `python benchmarks/predicted.py > docs/predicted.md`
+writes the page. To predict for your own model and computer, use [`pstar plan` and `pstar scale`](command.md).
 
-- **Setting.** Sequences have 1024 tokens. Batch is per GPU. Blocks are recomputed in backward. The loss is computed in
-  chunks of rows. Checkpoints leave the GPU where that helps. TFLOPS count 8 operations per parameter and token, per GPU.
-- **Speeds** are those of the engine. The CPU steps during the next forward pass, which waits for each group's step before it
-  needs the group ([ADR 42](adr/0042-steps-beside-the-next-pass.md)). *Bound* is what the plan would allow if the step
-  overlapped backward too: 6.7B (`gpt-32x4096`) in 24 GiB of an H200, batch 8, checkpoints kept, takes 1,380 ms where the
-  bound is 1,230. Several processes follow [one plan](distributed.md#order) too; each one's cores step its shards.
-- **Published** figures are those of the PatrickStar papers (arXiv 2108.05818; IEEE TPDS 34(1)), read off their plots, at
-  batch sizes of their choice.
+- **Setting.** Sequences have 1024 tokens. Batch is per GPU. Blocks are recomputed in backward. The loss is computed
+  in chunks of rows. Checkpoints leave the GPU where that helps. TFLOPS count 8 operations per parameter and token,
+  per GPU.
+- **Speeds** are those of the engine. The CPU steps during the next forward pass, which waits for each group's step
+  before it needs the group ([ADR 42](adr/0042-steps-beside-the-next-pass.md)). *Bound* is what the plan would allow
+  if the step overlapped backward too: 6.7B (`gpt-32x4096`) in 24 GiB of an H200, batch 8, checkpoints kept, takes
+  1,380 ms where the bound is 1,230. Several processes follow [one plan](distributed.md#order) too; each one's cores
+  step its shards.
+- **Published** figures are those of the PatrickStar papers (arXiv 2108.05818; IEEE TPDS 34(1)), read off their plots,
+  at batch sizes of their choice.
 
 ## The largest model
 

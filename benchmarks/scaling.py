@@ -86,29 +86,32 @@ def _row(*cells: object) -> str:
 
 HEAD = """# Scaling on paper
 
-Nothing on this page was measured: every figure of ours is **predicted**, as on [the page before](predicted.md). The engine has
-never run on a machine of this size. `python benchmarks/scaling.py > docs/scaling.md` writes the page.
+Nothing on this page was measured: every figure of ours is **predicted**, as on [the page before](predicted.md). The
+engine has never run on a machine of this size. `python benchmarks/scaling.py > docs/scaling.md` writes the page.
 
-- **Setting.** Nodes have 8 GPUs. Each GPU has 4 sequences of 1024 tokens, so a step's batch grows with the GPUs. There is one
-  copy of the model in all (ZeRO over every process). Blocks are recomputed in backward, the loss is in chunks of rows.
+- **Setting.** Nodes have 8 GPUs. Each GPU has 4 sequences of 1024 tokens, so a step's batch grows with the GPUs.
+  There is one copy of the model in all (ZeRO over every process). Blocks are recomputed in backward, the loss is in
+  chunks of rows.
 - *Peaks* are those of a process, on its GPU and in its part of host memory.
-- *Step* is the time of a step as the engine runs the plan: the CPU steps a process's shards during the next forward pass.
-  *Bound* is the time if everything overlapped. Several processes follow [such a plan](distributed.md#order).
-- TFLOPS count 8 operations per parameter and token, per GPU. *Published* is PatrickStar (arXiv 2108.05818; IEEE TPDS 34(1)),
-  read off its plots, at a batch of its choice.
+- *Step* is the time of a step as the engine runs the plan: the CPU steps a process's shards during the next forward
+  pass. *Bound* is the time if everything overlapped. Several processes follow [such a plan](distributed.md#order).
+- TFLOPS count 8 operations per parameter and token, per GPU. *Published* is PatrickStar (arXiv 2108.05818; IEEE TPDS
+  34(1)), read off its plots, at a batch of its choice.
 
 `pstar plan gpt-175b --gpus 512 --nodes 64 --machine a100-40` asks for one such row.
 
 ## How long a collective takes
 
-- **A gather** sends a shard to each node once. Its rate is the slower of a GPU's link and its node's adapters together.
-- **A sum** adds gradients in rank order, for the same bits on any number of nodes. So each rank's gradients come to a node
-  separately, at the GPU's part of the adapters. That takes several times as long.
-- **Hops.** Both also wait until the first byte has come round. In a ring of p processes on n nodes there are p - n hops of
-  3.4 us within nodes and n - 1 of 14 us between them; in a tree the logarithms of both.
+- **A gather** sends a shard to each node once. Its rate is the slower of a GPU's link and its node's adapters
+  together.
+- **A sum** adds gradients in rank order, for the same bits on any number of nodes. So each rank's gradients come to a
+  node separately, at the GPU's part of the adapters. That takes several times as long.
+- **Hops.** Both also wait until the first byte has come round. In a ring of p processes on n nodes there are p - n
+  hops of 3.4 us within nodes and n - 1 of 14 us between them; in a tree the logarithms of both.
 
-The columns *ring* and *tree* are the busy time of a step's collectives with one or the other. Collectives run while the GPU
-computes, so the step is not their sum. Its time is predicted with the ring, which NCCL uses for gathers of this kind.
+The columns *ring* and *tree* are the busy time of a step's collectives with one or the other. Collectives run while
+the GPU computes, so the step is not their sum. Its time is predicted with the ring, which NCCL uses for gathers of
+this kind.
 """
 
 TAIL = """
