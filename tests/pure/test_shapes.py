@@ -89,7 +89,17 @@ def test_lookup_replaces_numbers_and_reads_free_names() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("gpt-175", "gpt-175b"), ("gtp2-xl", "gpt2-xl"), ("zzz", "gpt-LAYERSxHIDDEN or"), ("gpt-0x256", "layers must be")],
+    [
+        ("gpt-175", "gpt-175b"),
+        ("gtp2-xl", "gpt2-xl"),
+        ("zzz", "gpt-LAYERSxHIDDEN or"),
+        ("gpt-0x256", "layers must be"),
+        ("gpt-7b", "did you mean gpt-6b or gpt-8b[?] gpt-LAYERSxHIDDEN or"),
+        ("llama-7b", "did you mean llama-8b[?] gpt-LAYERSxHIDDEN or"),
+        ("llama-70b", "'llama-70b'; gpt-LAYERSxHIDDEN or"),
+        ("gpt-0b", "'gpt-0b'; gpt-LAYERSxHIDDEN or"),
+        ("gtp-2b", "did you mean gpt-2b or"),
+    ],
 )
 def test_unknown_names_are_refused_in_one_helpful_line(name: str, said: str) -> None:
     with pytest.raises(InvalidInput, match=said) as caught:
