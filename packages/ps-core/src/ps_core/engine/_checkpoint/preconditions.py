@@ -55,6 +55,7 @@ def all_contents(model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer |
     """Return every tensor by section; the optimizer's groups then have all parameters that are trained."""
     if optimizer is not None:
         optimizer.complete_groups()
+        optimizer.name_groups()
     return contents(model, engine, optimizer)
 
 
