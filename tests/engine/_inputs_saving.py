@@ -83,7 +83,7 @@ row(
     lambda: save_checkpoint(folder() / "run", *made(with_buffer(torch.eye(4)))),
 )
 row(
-    "is a tensor of layout {} on {}, which a checkpoint cannot hold: expected a dense one with memory: try .to_dense()",
+    "which a checkpoint cannot hold: expected a dense one with memory: try .to_dense()",
     lambda: save(folder() / "run", extra={"mask": torch.eye(4).to_sparse()}),
     lambda: save(folder() / "run", extra={"mask": torch.eye(4).to_sparse().to_dense()}),
 )

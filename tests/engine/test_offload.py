@@ -330,6 +330,42 @@ def test_onto_a_disk(bare: bool, tmp_path: Any) -> None:
         assert copies(planned(model), Queue.DISK_W, Queue.DISK_R) > 0
 
 
+class Mirrored(nn.Module):
+    """Blocks whose inputs are conjugate views, or inputs of which autograd saves one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.imaginary = (nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)) for _ in "12")
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.complex(x, x / 2)
+        for index, (real, imaginary) in enumerate(zip(self.real, self.imaginary, strict=True)):
+            block = partial(self._block, real, imaginary)
+            with offloaded(real, z):
+                z = checkpoint(block, z.conj(), use_reentrant=False)
+            z = z.conj() if index % 2 else z
+        return z.abs()
+
+    @staticmethod
+    def _block(real: nn.Module, imaginary: nn.Module, z: Tensor) -> Tensor:
+        return torch.complex(real(z.real.contiguous()), imaginary(z.imag.contiguous())).tanh()
+
+
+@pytest.mark.parametrize("size", [SMALL, ROOMY])
+def test_conjugate_views_stay(size: str) -> None:
+    def mirrored(make: Make) -> list[Tensor]:
+        model, optimizer = make(Mirrored(), AdamW(lr=1e-2))
+        logs = []
+        for index in range(3):
+            logs.append(loss_of(model(rows(index, 4))))
+            logs[-1].backward()
+            finish(optimizer)
+        return logs
+
+    settings = Settings(precision="fp32", options=Options(poison=True, group_bytes=4096))
+    check_same(mirrored, settings, managed(mirrored, settings, stand_in, Budget(device=size, host=HOST)))
+
+
 @pytest.mark.parametrize("device", ["cpu", None])
 def test_where_nothing_moves_nothing_changes(device: str | None) -> None:
     settings = Settings(precision="fp32")

@@ -67,6 +67,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
     def _begin(self) -> None:
         hooks = hooks_of(self._model)
         engine = hooks.engine
+        hooks.name_records()
         wanted = _wanted(engine, self._names)
         engine.usability.check_not_materialized("materialized(model)")
         engine.check_usable()

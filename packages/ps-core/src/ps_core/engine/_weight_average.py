@@ -89,6 +89,7 @@ class WeightAverage:
     def state_dict(self) -> dict[str, Any]:
         """Return the averages by parameter name, not copied, and the number of updates."""
         self._check_not_applied()
+        self._hooks.name_records()
         averages = {record.name: average for record, average in self._averages.items()}
         return {"updates": self.updates, "averages": averages}
 
@@ -96,6 +97,7 @@ class WeightAverage:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self._check_not_applied()
+        self._hooks.name_records()
         found = state["averages"]
         wanted = {record.name: record for record in self._records()} if state["updates"] else {}
         if found.keys() != wanted.keys():

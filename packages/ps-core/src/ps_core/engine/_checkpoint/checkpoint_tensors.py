@@ -13,6 +13,7 @@ from torch import nn
 from ps_core._errors import InvalidInput
 from ps_core._extents import Kind
 from ps_core._plan import Queue
+from ps_core.engine._checkpoint.dense_memory import not_dense
 from ps_core.engine._checkpoint.safetensors_format import TensorEntry, in_order
 from ps_core.engine._checkpoint.shard_ranges import Layout
 from ps_core.engine._execution.engine import Engine
@@ -57,8 +58,8 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 continue
             seen.add(id(tensor))
             full = f"{prefix}.{name}" if prefix else name
-            if tensor.layout is not torch.strided:
-                raise InvalidInput(f"{full!r} is {tensor.layout}, which a checkpoint cannot hold: make it dense")
+            if why := not_dense(tensor):
+                raise InvalidInput(f"{full!r} is {why}, which a checkpoint cannot hold: make it dense")
             yield full, tensor.detach()
 
 

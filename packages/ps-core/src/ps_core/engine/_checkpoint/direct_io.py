@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ps_core.engine._checkpoint.crc32 import Checksum
-from ps_core.engine._checkpoint.safetensors_format import by_rows, bytes_of, damaged, is_plain
+from ps_core.engine._checkpoint.dense_memory import is_plain, plain_copy
+from ps_core.engine._checkpoint.safetensors_format import by_rows, bytes_of, damaged
 
 BUFFER_BYTES = 8 * 2**20
 """The size of each of the two buffers, where chunks are not smaller."""
@@ -234,7 +235,7 @@ class TensorWriter:
             self._out.write(bytes_of(tensor))
             return
         for piece in by_rows(tensor, PIECE_BYTES):
-            plain = piece.to("cpu").contiguous()
+            plain = plain_copy(piece)
             self._out.write(bytes_of(plain))
 
     def finish(self) -> int:
@@ -261,7 +262,8 @@ class TensorReader:
         for piece in by_rows(target, PIECE_BYTES * target.itemsize // max(dtype.itemsize, target.itemsize)):
             staged = torch.empty(piece.shape, dtype=dtype, device="cpu")
             self._in.read(bytes_of(staged))
-            piece.copy_(staged)
+            with torch.inference_mode(target.is_inference()):  # else PyTorch writes to no inference tensor
+                piece.copy_(staged)
 
     def skip(self, left: int) -> None:
         """Read the next bytes for the checksum only."""

@@ -53,7 +53,7 @@ def save_weights(
     finish_pass_for(engine, "saved")
     hooks.manage_added()
     whole = hooks._model()
-    rows = sorted(_rows(engine, masters=masters), key=lambda row: (-row[0].dtype.itemsize, row[1].group.index))
+    rows = sorted(_rows(engine, whole, masters=masters), key=lambda row: (-row[0].dtype.itemsize, row[1].group.index))
     plain = dict(plain_tensors(model if whole is None else whole))
     entries = [row[0] for row in rows] + [
         TensorEntry(name, each.dtype, tuple(each.shape)) for name, each in plain.items()
@@ -77,8 +77,12 @@ def save_weights(
     return ranks.leads
 
 
-def _rows(engine: Engine, *, masters: bool) -> Iterator[tuple[TensorEntry, ParamState, Kind]]:
+def _rows(engine: Engine, whole: nn.Module | None, *, masters: bool) -> Iterator[tuple[TensorEntry, ParamState, Kind]]:
+    """Yield what is written of the parameters that the model still has; of all if the model is gone (None)."""
+    present = None if whole is None else set(map(id, whole.parameters()))
     for record in engine.records:
+        if present is not None and id(record.parameter) not in present:
+            continue
         group = record.group
         kind = Kind.P32 if masters and record.trainable else group.weight
         yield TensorEntry(record.name, group.dtype_of(kind), tuple(record.shape)), record, kind

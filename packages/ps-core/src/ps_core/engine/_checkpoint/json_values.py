@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ps_core._errors import InvalidInput
+from ps_core.engine._checkpoint.dense_memory import not_dense
 
 _DEEPEST = 100
 """The most lists, tuples and dictionaries around a value: Python and its JSON cannot follow many more."""
@@ -46,11 +47,9 @@ def encode(where: str, value: Any, keep: Callable[[torch.Tensor], str], depth: i
         kind = "$bytes" if isinstance(value, bytes) else "$bytearray"
         return {kind: base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.device.type == "meta" or value.is_nested:
-            layout = "nested" if value.is_nested else value.layout
+        if why := not_dense(value):
             raise InvalidInput(
-                f"{where} is a tensor of layout {layout} on {value.device}, which a checkpoint cannot hold: "
-                "expected a dense one with memory: try .to_dense()"
+                f"{where} is {why}, which a checkpoint cannot hold: expected a dense one with memory: try .to_dense()"
             )
         return {"$tensor": keep(value.detach().resolve_conj().resolve_neg())}
     if isinstance(value, list | tuple):

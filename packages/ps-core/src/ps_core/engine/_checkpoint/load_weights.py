@@ -18,6 +18,7 @@ from ps_core._input_files import stays_inside
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder
 from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, MASTERS, WEIGHTS, TensorSource
 from ps_core.engine._checkpoint.crc32 import Checksum
+from ps_core.engine._checkpoint.dense_memory import not_writable
 from ps_core.engine._checkpoint.manifest import is_checkpoint, read_manifest
 from ps_core.engine._checkpoint.preconditions import check_outside, finish_pass_for, loading_state
 from ps_core.engine._checkpoint.rank_errors import CheckpointRanks
@@ -155,7 +156,7 @@ def _targets(model: nn.Module) -> dict[str, TensorSource]:
                 record = tensor._record
                 found[full] = (record, Kind.P32 if record.trainable else record.group.weight)
             else:
-                found[full] = tensor
+                found[full] = tensor.detach()
     return found
 
 
@@ -182,6 +183,9 @@ def _check(
     for file, entry in ((each, entry) for each in files for entry in each.entries):
         target = targets[entry.owner]
         if target is None:
+            continue
+        if isinstance(target, torch.Tensor) and (why := not_writable(target)):
+            wrong.append(f"{entry.name!r}: in the model it is {why}")
             continue
         shape, dtype = (
             (target.shape, target.dtype) if isinstance(target, torch.Tensor) else (target[0].shape, target[0].dtype)

@@ -21,6 +21,7 @@ from ps_core.engine._checkpoint.checkpoint_tensors import (
     extra_states,
 )
 from ps_core.engine._checkpoint.completeness import states_of
+from ps_core.engine._checkpoint.dense_memory import not_writable
 from ps_core.engine._checkpoint.json_values import decode
 from ps_core.engine._checkpoint.manifest import SavedCheckpoint
 from ps_core.engine._checkpoint.safetensors_format import damaged, type_name
@@ -54,6 +55,7 @@ def all_contents(model: nn.Module, engine: Engine, optimizer: ChunkedOptimizer |
     """Return every tensor by section; the optimizer's groups then have all parameters that are trained."""
     if optimizer is not None:
         optimizer.complete_groups()
+        optimizer.name_groups()
     return contents(model, engine, optimizer)
 
 
@@ -191,6 +193,9 @@ def _of_the_rest(saved: SavedCheckpoint, model: nn.Module, sections: Sections) -
         one = buffers.get(name, other)
         if one != other:
             yield f"{name!r}: {one.dtype} {one.shape} in the checkpoint, {other.dtype} {other.shape} in the model"
+        target = sections[BUFFERS][name]
+        if isinstance(target, torch.Tensor) and (why := not_writable(target)):
+            yield f"{name!r}: in the model it is {why}"
     yield from _names("state of module", saved.manifest["modules"], extra_states(model))
 
 

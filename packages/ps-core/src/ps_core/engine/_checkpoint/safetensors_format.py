@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ps_core._errors import CheckpointDamaged, InvalidInput
+from ps_core.engine._checkpoint.dense_memory import is_plain
 
 TYPES = {
     "F64": torch.float64,
@@ -180,15 +181,10 @@ def damaged(path: Path, what: str) -> CheckpointDamaged:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU; the caller keeps the tensor alive."""
+    """Return the memory of a tensor for which `is_plain` is true; the caller keeps the tensor alive."""
     assert is_plain(tensor), "its bytes are here, in a row"
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr() if tensor.nbytes else 0)
     return memoryview(array).cast("B")
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if `bytes_of` accepts the tensor."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def by_rows(tensor: torch.Tensor, piece_bytes: int) -> Iterable[torch.Tensor]:

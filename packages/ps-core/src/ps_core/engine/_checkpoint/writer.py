@@ -34,6 +34,7 @@ from ps_core.engine._checkpoint.checkpoint_tensors import (
     largest_chunk_bytes,
 )
 from ps_core.engine._checkpoint.crc32 import Checksum, text_of
+from ps_core.engine._checkpoint.dense_memory import plain_copy
 from ps_core.engine._checkpoint.direct_io import PIECE_BYTES, DoubleBuffer, TensorWriter, buffers
 from ps_core.engine._checkpoint.json_values import encode
 from ps_core.engine._checkpoint.manifest import (
@@ -130,7 +131,7 @@ def _checksum(section: Mapping[str, TensorSource]) -> int:
         assert isinstance(tensor, torch.Tensor), "what is in chunks has its own"
         whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         for piece in by_rows(tensor, PIECE_BYTES):
-            plain = piece.to("cpu").contiguous()
+            plain = plain_copy(piece)
             whole.update(bytes_of(plain))
     return whole.value
 

@@ -52,10 +52,10 @@ def offloaded(module: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
     if way is None or not torch.is_grad_enabled():
         yield
         return
-    storages = {each.untyped_storage()._cdata for each in tensors if each.is_contiguous()}
+    storages = {each.untyped_storage()._cdata for each in tensors if _is_movable(each)}
 
     def pack(tensor: torch.Tensor) -> Any:
-        if tensor.is_contiguous() and tensor.untyped_storage()._cdata in storages:
+        if _is_movable(tensor) and tensor.untyped_storage()._cdata in storages:
             return _Put(way, way.offload(tensor))
         return tensor if engine is None else engine.saved.pack(tensor)
 
@@ -69,6 +69,12 @@ def offloaded(module: nn.Module, *tensors: torch.Tensor) -> Iterator[None]:
             yield
     finally:
         way.finish_offloads()
+
+
+def _is_movable(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor's values are its memory in a row, which `offload` copies; else the tensor stays."""
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    return dense and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 class _Put:

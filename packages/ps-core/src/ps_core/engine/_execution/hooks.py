@@ -23,7 +23,7 @@ from ps_core.engine._execution.parameter_access import accept_gradient
 from ps_core.engine._execution.parameters_added_later import take_in, train_frozen
 from ps_core.engine._execution.pass_threads import FORWARD
 from ps_core.engine._execution.state_dict import StateDictHooks, no_copies
-from ps_core.engine._parameters.grouping import FLOATS, Grouping
+from ps_core.engine._parameters.grouping import FLOATS, Grouping, name_as_in
 from ps_core.engine._parameters.managed_parameter import LEAVES, ManagedParameter, is_ordinary_for_a_block
 from ps_core.engine._parameters.other_tensor_classes import FetchFirst, has_other_classes
 from ps_core.engine._parameters.param_state import ParamState
@@ -254,9 +254,16 @@ class ModelHooks:
     def _manage(self, model: nn.Module, owner_ids: list[int], parameters: list[nn.Parameter]) -> None:
         """Manage those of the model's present parameters that are not managed yet."""
         self._lifetime.watch(model)
+        name_as_in(model, self.engine.records)
         if any(map(_is_new, parameters)):
             self._take_in(model)
         self._owner_ids, self._parameters = owner_ids, parameters
+
+    def name_records(self) -> None:
+        """Rename records to the present names of their parameters, for names that the caller gives or gets."""
+        model = self._model()
+        if model is not None:
+            name_as_in(model, self.engine.records)
 
     def manage_added(self) -> None:
         """Manage parameters that were added since the last pass, so that a checkpoint has them as parameters."""

@@ -196,6 +196,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if self._unlisted or self._awaited:
             self._list_trained()
 
+    def name_groups(self) -> None:
+        """Write the parameters' present names into the param groups: modules may have been moved since `chunked`."""
+        for group, members in zip(self.param_groups, self._members, strict=False):  # the user may have assigned others
+            if "param_names" in group:
+                group["param_names"] = [record.name for record in members]
+
     def _leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take frozen parameters out of the param groups until they are trained, or `add_param_group` names them."""
         wanted = set(map(id, parameters))
@@ -249,6 +255,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         `masters_in_state_dict` is False.
         """
         self._take_in()
+        self.name_groups()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         if masters is None and _moved_by_accelerate(sys._getframe(1)) and not self._state:
@@ -318,6 +325,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _match_groups(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the param groups with the saved numbers; raise `InvalidInput` if the saved groups do not match."""
         self._take_in()
+        self.name_groups()
         return match_groups(self.rule, self.param_groups, list(map(len, self._members)), saved)
 
     def _append_group(self, param_group: dict[str, Any]) -> None:

@@ -28,6 +28,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SMALLEST_GROUP_NUMEL = 2**16
 _Tied: TypeAlias = list[tuple[str, nn.Parameter]]
 """Parameters that stay equal, with their names; usually there is one."""
+REMOVED = " (removed)"
+"""The end of the name of a parameter that is not in the model any more, where another one has its name."""
 _PARTS_OF_DEVICE = 16
 """A group is at most one part in so many of the accelerator's budget: larger moves are too coarse."""
 
@@ -73,6 +75,25 @@ def all_names(model: nn.Module) -> dict[int, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
     return found
+
+
+def name_as_in(model: nn.Module, records: Collection[ParamState]) -> None:
+    """Rename records to their parameters' present names in a model, whose modules may have been moved or removed.
+
+    A parameter that is not in the model any more keeps its name, unless another managed one has that name now.
+    """
+    present = {id(parameter): name for name, parameter in model.named_parameters()}
+    inside = [record for record in records if id(record.parameter) in present]
+    if all(record.name == present[id(record.parameter)] for record in inside) and len(inside) == len(records):
+        return
+    for record in inside:
+        record.rename(present[id(record.parameter)])
+    used = {record.name for record in inside}
+    for record in records:
+        if id(record.parameter) not in present:
+            while record.name in used:
+                record.rename(record.name + REMOVED)
+            used.add(record.name)
 
 
 def group_parameters(

@@ -126,6 +126,10 @@ class ParamState:
         """Return the parameter's elements in this rank's shard of the group; with one rank, all of them."""
         return self.group.clip(self.span)
 
+    def rename(self, name: str) -> None:
+        """Change the name, which messages and files have."""
+        self.name = name
+
     def set_progress(self, steps: int, scalars: tuple[tuple[str, float], ...] = ()) -> None:
         """Set the number of steps, and `scalars` after them, from a state that is loaded."""
         self.steps, self.scalars = steps, scalars
