@@ -313,6 +313,31 @@ def test_a_host_that_is_too_small_is_refused_by_name() -> None:
     assert (refused.value.available_bytes, refused.value.tier) == (host // 2, "host")
 
 
+def test_a_refused_larger_batch_leaves_no_larger_slots() -> None:
+    """A smaller activation in a larger slot would take host memory that the next blocks need."""
+    budget = Budget(device="70KiB", host="175KiB")
+    with chunked_model(Net(bare=True), device="emulated", budget=budget, precision="fp32") as (model, optimizer):
+        with pytest.raises(DoesNotFit, match="moving activations there"):
+            model(torch.randn(ROWS + 8, WIDTH))
+        for _ in range(3):
+            loss_of(model(torch.randn(ROWS, WIDTH))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_slots_kept_for_reuse_are_released_when_the_host_is_short() -> None:
+    with chunked_model(Net(), **told(SMALL)) as (model, optimizer):
+        step(model, optimizer, 0)
+        engine = hooks_of(model).engine
+        losses = [model(rows(index)) for index in range(2)]
+        losses.clear()
+        kept, store = engine.activations.bytes, engine.store
+        assert kept > 0
+        slot = store.reserve(1, store.free_bytes(1) + kept)
+        assert engine.activations.bytes == 0
+        store.release(slot, Queue.COMPUTE)
+
+
 @pytest.mark.parametrize("bare", [False, True])
 def test_onto_a_disk(bare: bool, tmp_path: Any) -> None:
     """By the plan, and in a first pass on demand, which finds the host full."""

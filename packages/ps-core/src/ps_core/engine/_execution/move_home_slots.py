@@ -17,6 +17,7 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
     aliases.
     """
     store, residency = engine.store, engine.residency
+    engine.activations.release_free()  # the plan may need that memory
     if group_with_aliases(plan.order) is not None or not _has_its_places(store, plan):
         return False
     pending = [held for held in plan.plan.home if not in_place(plan.chunk(held.extent).home, held)]

@@ -87,6 +87,7 @@ class ActivationSlots:
         self._plan: Plan | None = None
         self._planned_bytes = [0] * len(store.tiers)
         """By tier: the bytes that the plan in force may use at some time."""
+        store.keeps_host_memory(self.release_free)
 
     def keep_clear_of(self, plan: Plan | None) -> None:
         """Use no memory from now on that this plan uses at any time."""
@@ -164,13 +165,14 @@ class ActivationSlots:
                 self._store.release(slot, Queue.COMPUTE)
 
     def _slot(self, size: int) -> Slot:
-        """Return the smallest free slot that is large enough; else release all free slots, and reserve a new one."""
+        """Return a free slot of that size; without one release all free slots, and reserve a new one.
+
+        A larger slot would take more of the budget than the activation needs.
+        """
         self._collect()
-        fitting = [slot for slot in self._free if slot.bytes >= size]
-        if fitting:
-            chosen = min(fitting, key=lambda slot: slot.bytes)
-            self._free.remove(chosen)
-            return chosen
+        for place, slot in enumerate(self._free):
+            if slot.bytes == size:
+                return self._free.pop(place)
         self.release_free()
         needed = self._needed(_HOST, size, self.bytes)
         if needed <= self._store.tiers[_HOST].capacity_bytes:
