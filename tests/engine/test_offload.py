@@ -331,10 +331,14 @@ def test_slots_kept_for_reuse_are_released_when_the_host_is_short() -> None:
         engine = hooks_of(model).engine
         losses = [model(rows(index)) for index in range(2)]
         losses.clear()
-        kept, store = engine.activations.bytes, engine.store
+        kept, store, undone = engine.activations.bytes, engine.store, []
         assert kept > 0
+        store.free_optional_by(lambda: undone.append("early steps"))
         slot = store.reserve(1, store.free_bytes(1) + kept)
         assert engine.activations.bytes == 0
+        with pytest.raises(DoesNotFit):
+            store.reserve(1, store.free_bytes(1) + 128)
+        assert not undone, "nothing optional is given up where that makes no room"
         store.release(slot, Queue.COMPUTE)
 
 

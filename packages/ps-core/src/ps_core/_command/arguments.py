@@ -110,7 +110,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=_count, default=4, metavar="N", help="sequences per GPU and micro-batch (default: 4)")
     add("--seq", type=_count, default=1024, metavar="N", help="tokens of a sequence (default: 1024)")
     precisions = [each.value for each in Precision]
-    add("--precision", choices=precisions, default="bf16", help="of the computation (default: bf16)")
+    add("--precision", choices=precisions, default="bf16", help="compute in this type (default: bf16)")
     add("--accumulate", type=_count, default=1, metavar="N", help="micro-batches per step (default: 1)")
     states = "fp32 states of the optimizer for each parameter, besides its master (default: 2, AdamW's)"
     add("--optimizer-states", type=int, choices=range(len(STATES) + 1), default=2, metavar="N", help=states)

@@ -14,10 +14,10 @@ from ps_core._trace import Trace
 from ps_core._units import format_bytes, format_count
 
 Document = dict[str, object]
-_SENT = {"wire": "to other processes", "network": "between nodes"}
-"""What the text calls some links of ``moved_bytes``."""
+_LINK_NAMES = {"wire": "to other processes", "network": "between nodes"}
+"""Names in the text for keys of ``moved_bytes``; the other keys are printed as they are."""
 _SHORTEST_S = 1e-9
-"""Shorter times are what rounding leaves of none."""
+"""A shorter time is a rounding error: the text says 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
     lines += ["", "  moved each step, each process"]
     cluster = found.training.cluster
     moved = {link: count for link, count in told.moved_bytes.items() if link != "wire" or cluster.gpus > 1}
-    lines += [f"  {_SENT.get(link, link):<20}{format_bytes(count):>12}" for link, count in moved.items()]
+    lines += [f"  {_LINK_NAMES.get(link, link):<20}{format_bytes(count):>12}" for link, count in moved.items()]
     if cluster.gpus > 1 and cluster.device_memory:
         way = transport(found.training.machine, ranks=cluster.gpus, ranks_per_node=cluster.ranks_per_node)
         lines.append(f"  sent by               {way.why}")

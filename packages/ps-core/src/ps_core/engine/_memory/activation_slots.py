@@ -87,7 +87,7 @@ class ActivationSlots:
         self._plan: Plan | None = None
         self._planned_bytes = [0] * len(store.tiers)
         """By tier: the bytes that the plan in force may use at some time."""
-        store.keeps_host_memory(self.release_free)
+        store.free_host_slots_by(self.release_free)
 
     def keep_clear_of(self, plan: Plan | None) -> None:
         """Use no memory from now on that this plan uses at any time."""

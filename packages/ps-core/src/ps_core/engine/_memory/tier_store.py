@@ -75,8 +75,10 @@ class TierStore:
         self.spare = SlotCache()
         self._optional_bytes = 0
         """Bytes of host memory that are given back when anything needs them."""
-        self._frees_host: list[Callable[[], None]] = []
-        """See `keeps_host_memory`."""
+        self._free_optional: Callable[[], None] | None = None
+        """Releases all of that memory."""
+        self._free_host_slots: Callable[[], None] | None = None
+        """See `free_host_slots_by`."""
         self._leaving: list[WorkEvent] = []
         """Ends of the work on host memory that was released before the work was over."""
 
@@ -100,9 +102,12 @@ class TierStore:
     def reserve(self, tier: int, size: int, offset: int = -1) -> Slot:
         """Reserve a slot; on the compute tier at an address, or at the lowest with room. `DoesNotFit` without room."""
         if tier or not self.arena.exists:
-            self._free_kept(tier, size)
             if self._free_now(tier) < size:
+                self._free_unused(tier)
+            if self.free_bytes(tier) < size:
                 raise self._too_small(tier, size)
+            if tier == 1 and self._free_now(tier) < size and self._free_optional is not None:
+                self._free_optional()
             for event in self._leaving:
                 event.block()
             self._leaving.clear()
@@ -125,18 +130,20 @@ class TierStore:
         self._optional_bytes += size
         return slot
 
-    def keeps_host_memory(self, free: Callable[[], None]) -> None:
-        """Call ``free`` before host memory runs out: it releases what is kept for reuse, or is optional."""
-        self._frees_host.append(free)
+    def free_optional_by(self, free: Callable[[], None]) -> None:
+        """Call this to release all optional memory."""
+        self._free_optional = free
 
-    def _free_kept(self, tier: int, size: int) -> None:
-        """Release memory of a tier that nothing needs now, until there is room for ``size`` bytes."""
-        if tier == 0 and self._free_now(tier) < size:
+    def free_host_slots_by(self, free: Callable[[], None]) -> None:
+        """Call this, when host memory runs short, to release the slots there that are kept for reuse."""
+        self._free_host_slots = free
+
+    def _free_unused(self, tier: int) -> None:
+        """Release the slots of a tier that are kept for reuse."""
+        if tier == 0:
             self.free_spare()
-        for free in self._frees_host if tier == 1 else ():
-            if self._free_now(tier) >= size:
-                break
-            free()
+        elif tier == 1 and self._free_host_slots is not None:
+            self._free_host_slots()
 
     def release_optional(self, slot: Slot, queue: Queue) -> None:
         """Release such memory once the queue has done all work launched so far."""
@@ -271,7 +278,7 @@ class TierStore:
     def close(self) -> None:
         """Release all memory; every slot was released before, and none is reserved any more."""
         self.free_spare()
-        self._frees_host.clear()
+        self._free_optional = self._free_host_slots = None
         self.arena.close()
         self.device.close()
 

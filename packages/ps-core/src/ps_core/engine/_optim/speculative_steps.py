@@ -125,7 +125,7 @@ class SpeculativeSteps:
         """Early steps that the worker's thread may still have to undo."""
         self._clipped = False
         """True if the last step was clipped or skipped: the next one often is, too."""
-        residency.store.keeps_host_memory(self.free)
+        residency.store.free_optional_by(self.free)
 
     def use(self, settings: Callable[[], SettingsOf]) -> None:
         """Use this method of the optimizer for settings. The optimizer is made after the engine, and may be freed."""
