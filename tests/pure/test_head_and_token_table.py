@@ -360,7 +360,7 @@ def test_the_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path
         assert (found["cpu_embedding"], found["head_tiles"]) == (True, 3)
         assert found["host_table_bytes"] == 16 * table
         assert found["tiers"]["host"]["peak_bytes"] >= 16 * table
-        assert "of host for good" in run(*words)[1]
+        assert "of host memory in every moment" in run(*words)[1]
     assert found["parameters"] > 2 * table
     status, out, _ = run("plan", "gpt-10m", "--json")
     told = json.loads(out)

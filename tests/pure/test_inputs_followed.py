@@ -201,7 +201,7 @@ def a_traces_head() -> None:
         run(f"plan --trace trace.json --untied-head {where}")
     run(f"plan gpt-2x32 --untied-head {where}")
     run(f"plan --trace trace.json {where}")
-    with refused("absent.json: "):
+    with refused("cannot read 'absent.json': No such file or directory"):
         run(f"plan --trace absent.json {where}")
 
 
