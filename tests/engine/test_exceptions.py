@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import _models as models
 from _cases import ADAMW, STEPS, finish, next_token, tokens
 from _reference import Make, Settings
-from _runs import HOST, check_same, chunked_model, managed, tightest
+from _runs import HOST, check_same, chunked_model, managed, stand_in, tightest
 from checked_device.device import CheckedDevice
 from ps_core import Budget, Options
 from ps_core._plan import Queue
@@ -145,6 +146,53 @@ def test_the_next_step_is_right(place: Place, checkpointing: bool, precision: st
     _, got = tightest(attempt, rounds=2)
     check_same(loop(place, (), checkpointing), settings, got)
     assert got.evictions > 0
+
+
+def under_hooks(burns: tuple[int, ...]) -> Callable[[Make], list[Tensor]]:
+    """Train under a pair of saved-tensor hooks that raises in some steps as soon as backward unpacks anything.
+
+    Autograd has reached the logits on another way by then, and keeps that until a backward pass begins.
+    """
+
+    def train(make: Make) -> list[Tensor]:
+        fuse, logs = Fuse(), []
+        model, optimizer = make(models.Language(), ADAMW)
+
+        def unpack(tensor: Tensor) -> Tensor:
+            fuse.burn()
+            return tensor
+
+        def backward(index: int) -> Tensor:
+            logits = model(tokens(index)[0]).float()
+            loss = logits.sum() + logits.square().sum()
+            optimizer.scale(loss).backward()
+            return loss.detach()
+
+        for index in range(STEPS):
+            with saved_tensors_hooks(Tensor.detach, unpack):
+                if index in burns:
+                    fuse.lit = True
+                    with pytest.raises(Boom):
+                        backward(index + 50)
+                    assert not fuse.lit
+                    optimizer.zero_grad()
+                logs.append(backward(index))
+            finish(optimizer)
+        return logs
+
+    return train
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_hooks_that_raise_before_backward_uses_a_parameter(precision: str) -> None:
+    """What autograd keeps of that backward pass takes no memory of the next forward's."""
+    settings = Settings(precision=precision)
+
+    def attempt(size: int, burns: tuple[int, ...] = ()) -> Any:
+        return managed(under_hooks(burns), settings, stand_in, Budget(device=size, host=HOST))
+
+    size, _ = tightest(attempt, rounds=2)
+    check_same(under_hooks(()), settings, attempt(size, (0, 2, 3)))
 
 
 class BrokenLink(CheckedDevice):

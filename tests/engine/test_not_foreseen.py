@@ -19,7 +19,7 @@ from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cuda.device import CudaDevice
 
 Log = pytest.LogCaptureFixture
-REST = ": the first pass runs on demand and is recorded"
+REST = ": this pass runs on demand and is recorded"
 
 
 class Returns(nn.Module):

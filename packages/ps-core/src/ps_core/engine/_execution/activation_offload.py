@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ps_core._errors import PlanMismatch
+from ps_core._errors import DoesNotFit, PlanMismatch
 from ps_core.engine._devices.hide_from_modes import hidden_from_modes
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.instruction_executor import Diverged
@@ -109,8 +109,9 @@ def _way_for(module: nn.Module, engine: Engine | None, tensors: tuple[torch.Tens
 class _ByEngine:
     """Offload as an engine's plan has it, else on demand.
 
-    A tensor that was copied back is held until autograd drops it, so that nothing depends on how often it asks. Where
-    backward keeps its graph that would be every block's: then the bytes stay on the host, too.
+    A tensor stays where it is if the host has no room for it. One that was copied back is held until autograd drops it,
+    so that nothing depends on how often it asks. Where backward keeps its graph that would be every block's: then the
+    bytes stay on the host, too.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -136,8 +137,11 @@ class _ByEngine:
             activation.note_recorded(*passes.make_activation(activation.nbytes))
             driver = passes.driver
             if not (activation.name and isinstance(driver, PlanDriver) and driver.activations.keep(activation)):
-                self._room.offload(activation, bytes_of(tensor))
-                self._launched = True
+                try:
+                    self._room.offload(activation, bytes_of(tensor))
+                    self._launched = True
+                except DoesNotFit as why:  # the host has no room, but the device may
+                    self._engine.store.ledger.note_not_offloaded(activation.nbytes, why)
 
     def _move_late(self, activation: weakref.ref[OffloadedActivation]) -> None:
         found = activation()

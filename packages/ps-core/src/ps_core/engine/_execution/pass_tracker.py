@@ -124,7 +124,7 @@ class PassTracker:
         """
         recording = self.recording
         if torch._C._current_graph_task_id() == -1:
-            if recording is not None and (self._task != -1 or _has_saved(self._records)):
+            if recording is not None:  # maybe of a backward pass that raised before it used a parameter
                 free_broken_backward()
             self._task = -1  # even if an earlier backward pass broke off
             if self.deferred is not None:
@@ -329,7 +329,7 @@ class PassTracker:
             raise changed_in_place(record.name)
         install()
         broke_off = self.broke_off and _graph_task() == -1  # else a hook read a gradient, and backward goes on
-        self._store.ledger.note_left_over(self.nonmodel.free_broken_pass() if broke_off else 0)
+        self._store.ledger.begin_pass(self.nonmodel.free_broken_pass() if broke_off else 0)
         training = backward or torch.is_grad_enabled()
         self.recording, self.followed = PassRecording(regular=not backward, training=training), False
         if not self._resident:

@@ -80,6 +80,11 @@ class PlanScheduler:
         """Shapes and types of the last call's arguments, and their batch shape."""
         self._tried = False
         """True if the first pass was tried with fake tensors."""
+        self._offloads = False
+        """True if the plan moves activations: then larger batches are tried with fake tensors too.
+
+        On demand all of them go to the host, which may be too small for that where a plan keeps some on the device.
+        """
         self._estimated = False
         """True if the plan is from fake tensors; the pass that it serves is recorded all the same."""
         self._recorded = False
@@ -141,10 +146,15 @@ class PlanScheduler:
         self._batch = self._batch_of(args, kwargs)
         if not self._setup.training:
             self.maybe_replan()
-        elif not (self._tried or self._engine.resident) and torch.is_grad_enabled():
-            if self._may_estimate:
+        elif (not self._tried or self._offloads) and not self._engine.resident and torch.is_grad_enabled():
+            if self._may_estimate and (not self._tried or self._begins_larger_step()):
                 self._foresee(module, args, kwargs)
             self._tried = True  # only now: after an interrupt the next call tries again
+
+    def _begins_larger_step(self) -> bool:
+        """Return True if a step begins with a batch larger than the plan's."""
+        starts = self._engine.passes.recording is None and not self._passes_of_step
+        return starts and not self._planned_for.covers(self._batch)
 
     @property
     def _may_estimate(self) -> bool:
@@ -197,7 +207,7 @@ class PlanScheduler:
         except DoesNotFit as error:
             if error.tier == engine.store.tiers[0].name:
                 engine.store.ledger.note_foreseen(error.needed_bytes)
-            log_line(f"{self._model_name}: does not fit as estimated; the first pass runs on demand and is recorded")
+            log_line(f"{self._model_name}: does not fit as estimated; this pass runs on demand and is recorded")
 
     def _estimate(self, module: nn.Module, args: Any, kwargs: Any) -> PassRecording | None:
         """Return the first pass as fake tensors foresee it; None: they cannot."""
@@ -209,7 +219,7 @@ class PlanScheduler:
             )
         except NotForeseen as why:
             tell = say_if_debugging if isinstance(why, ReturnsNoLoss) else self._say
-            tell(f"{self._model_name}: not foreseen ({why}): the first pass runs on demand and is recorded")
+            tell(f"{self._model_name}: not foreseen ({why}): this pass runs on demand and is recorded")
         return None
 
     def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
@@ -434,4 +444,5 @@ class PlanScheduler:
         self._engine.store.device.trim_host()
         self._engine.store.ledger.note_foreseen(0)
         self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
+        self._offloads = plan.moves_activations
         return True

@@ -8,8 +8,8 @@ A copy to the host runs on the D2H queue, after the computation that made the te
 `ActivationSlots.finish_offloads`, where the compute queue waits for the copy. A copy back waits for what was computed
 so far, because its new memory may have been in use there. What is computed next waits for that copy. Slots are used
 again: a copy into one waits for the copy out of it. They count for the host's budget from their first use on. They use
-what the plan in force leaves free at all times, and later plans get that much less. Where the host has no room and
-there is a disk, bytes go on to the disk at once.
+what the plan in force leaves free at all times, and later plans get that much less. Where the host has no room,
+bytes go on to the disk at once; without a disk the tensor stays on the device.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class ActivationSlots:
             moment="moving activations there",
             needed_bytes=needed,
             available_bytes=tier.capacity_bytes,
-            proven=True,
+            proven=False,
             remedies=(
                 f"{suggest_budget(self._store.limits, _HOST, needed)}, and {size:,} bytes for every further block",
                 "fewer blocks whose activations are offloaded: less goes there",

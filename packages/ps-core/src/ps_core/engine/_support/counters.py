@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from ps_core._errors import DoesNotFit
 from ps_core.engine._support.work_recorder import WorkRecorder
 
 PHASES = ("forward", "backward", "step", "stalled")
@@ -141,6 +142,10 @@ class ByteLedger:
         """Bytes of the compute tier for a whole pass by its fake trace, if they exceed it; else 0."""
         self.left_over_bytes = 0
         """Non-model bytes alive at the start of this pass, if an exception ended the pass before; else 0."""
+        self.not_offloaded_bytes = 0
+        """Bytes of this pass's activations that stayed on the compute tier: the host had no room for them."""
+        self.not_offloaded_why: DoesNotFit | None = None
+        """The refusal of the first of them; None: there are none."""
         self.fixed_host_bytes = 0
         """Bytes of the host tier that embedding tables always keep."""
 
@@ -186,6 +191,11 @@ class ByteLedger:
         """Store a fake trace's bytes for a whole pass, if they are too many; 0: the pass fits."""
         self.foreseen_bytes = needed_bytes
 
-    def note_left_over(self, size: int) -> None:
-        """Store how many non-model bytes an exception left alive."""
-        self.left_over_bytes = size
+    def begin_pass(self, left_over_bytes: int) -> None:
+        """Store how many non-model bytes an exception left alive; no activation has stayed yet."""
+        self.left_over_bytes, self.not_offloaded_bytes, self.not_offloaded_why = left_over_bytes, 0, None
+
+    def note_not_offloaded(self, size: int, why: DoesNotFit) -> None:
+        """Count an activation that was to be offloaded and stayed on the compute tier."""
+        self.not_offloaded_bytes += size
+        self.not_offloaded_why = self.not_offloaded_why or why.with_traceback(None)
