@@ -301,6 +301,19 @@ def test_a_larger_batch_where_the_host_has_no_room_for_all_activations(host: str
     assert counted.tiers["device"].peak_bytes <= 36 * 1024
 
 
+@pytest.mark.parametrize("before", [16, ROWS])
+def test_a_larger_batch_on_demand_may_use_memory_of_the_plan(before: int) -> None:
+    """What trains alone trains after a smaller batch, too, whose plan has memory that is free meanwhile."""
+    with chunked_model(Net(), **told("90KiB") | {"budget": Budget(device="90KiB", host="175KiB")}) as (
+        model,
+        optimizer,
+    ):
+        for count in (before, 96, 96):
+            model(rows(0, count)).backward()
+            finish(optimizer)
+        assert statistics(model).planned_passes == 2
+
+
 def test_on_a_played_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a wait that is left out shows."""
     settings, run = Settings(precision="fp32", options=Options(group_bytes=4096)), partial(loop, steps=3)

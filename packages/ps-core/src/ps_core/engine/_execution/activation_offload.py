@@ -102,7 +102,8 @@ def _way_for(module: nn.Module, engine: Engine | None, tensors: tuple[torch.Tens
         return _TracedOffload(next(recorders, None))
     if engine is None:
         return _Copied() if any(each.is_cuda for each in tensors) else None
-    engine.activations.keep_clear_of(engine.passes.scheduler.plan)
+    passes = engine.passes
+    engine.activations.keep_clear_of(passes.scheduler.plan, strictly=passes.driver is not passes.demand)
     return _ByEngine(engine)
 
 

@@ -8,7 +8,8 @@ A copy to the host runs on the D2H queue, after the computation that made the te
 `ActivationSlots.finish_offloads`, where the compute queue waits for the copy. A copy back waits for what was computed
 so far, because its new memory may have been in use there. What is computed next waits for that copy. Slots are used
 again: a copy into one waits for the copy out of it. They count for the host's budget from their first use on. They use
-what the plan in force leaves free at all times, and later plans get that much less. Where the host has no room,
+what the plan in force leaves free at all times, and later plans get that much less. A pass on demand, which no plan
+serves, may use more. Where the host has no room,
 bytes go on to the disk at once; without a disk the tensor stays on the device.
 """
 
@@ -85,12 +86,14 @@ class ActivationSlots:
         self.bytes = 0
         """Bytes of all slots on the host, whether an activation is in them or not."""
         self._plan: Plan | None = None
+        self._strictly = True
         self._planned_bytes = [0] * len(store.tiers)
         """By tier: the bytes that the plan in force may use at some time."""
         store.free_host_slots_by(self.release_free)
 
-    def keep_clear_of(self, plan: Plan | None) -> None:
-        """Use no memory from now on that this plan uses at any time."""
+    def keep_clear_of(self, plan: Plan | None, *, strictly: bool) -> None:
+        """Use no memory from now on that this plan uses at any time; unless ``strictly``, only if there is no other."""
+        self._strictly = strictly
         if plan is not None and plan is not self._plan:
             ends = [(held.tier, held.offset + held.bytes) for held in plan.home]
             for segment in plan.segments:
@@ -174,20 +177,19 @@ class ActivationSlots:
             if slot.bytes == size:
                 return self._free.pop(place)
         self.release_free()
-        needed = self._needed(_HOST, size, self.bytes)
-        if needed <= self._store.tiers[_HOST].capacity_bytes:
-            self.bytes += size
-            return self._store.reserve(_HOST, size)
-        last = len(self._store.tiers) - 1
-        if self._store.is_disk(last) and self._needed(last, size, 0) <= self._store.tiers[last].capacity_bytes:
-            return self._store.reserve(last, size)
-        raise self._too_large(size, needed)
+        tiers, last = self._store.tiers, len(self._store.tiers) - 1
+        for beside_plan in (True,) if self._strictly else (True, False):
+            for tier in (_HOST, last) if self._store.is_disk(last) else (_HOST,):
+                if self._needed(tier, size, beside_plan=beside_plan) <= tiers[tier].capacity_bytes:
+                    self.bytes += size * (tier == _HOST)
+                    return self._store.reserve(tier, size)
+        raise self._too_large(size, self._needed(_HOST, size, beside_plan=self._strictly))
 
-    def _needed(self, tier: int, size: int, own: int) -> int:
-        """Return the bytes that a tier needs with a slot of that size; ``own``: bytes of slots on it that are ours."""
-        ledger = self._store.ledger
-        fixed = ledger.fixed_host_bytes * (tier == _HOST)
-        return max(self._planned_bytes[tier] + fixed, ledger.used_bytes[tier] - own) + own + size
+    def _needed(self, tier: int, size: int, *, beside_plan: bool) -> int:
+        """Return the bytes that a tier needs with a new slot; ``beside_plan``: and with all that is planned."""
+        ledger, own = self._store.ledger, self.bytes * (tier == _HOST)
+        planned = self._planned_bytes[tier] + ledger.fixed_host_bytes * (tier == _HOST) if beside_plan else 0
+        return max(planned, ledger.used_bytes[tier] - own) + own + size
 
     def _too_large(self, size: int, needed: int) -> DoesNotFit:
         tier = self._store.tiers[_HOST]
