@@ -301,6 +301,28 @@ def test_a_larger_batch_where_the_host_has_no_room_for_all_activations(host: str
     assert counted.tiers["device"].peak_bytes <= 36 * 1024
 
 
+def test_a_plan_without_room_for_what_stays_is_left() -> None:
+    """An activation that is offloaded only now and then is in no plan; where the host is full it stays, counted."""
+
+    def run(make: Make) -> list[Tensor]:
+        net = Net(away=False)
+        model, optimizer = make(net, AdamW(lr=1e-2))
+        logs = []
+        for away in (False, True, False, True):
+            net.away = away
+            logs.append(model(rows(0)))
+            logs[-1].backward()
+            finish(optimizer)
+        return [each.detach() for each in logs]
+
+    settings = Settings(precision="fp32", options=Options(group_bytes=4096))
+    got = managed(run, settings, stand_in, Budget(device="150KiB", host="80KiB"))
+    assert not differences(plain(run, settings), got)
+    (counted,) = got.statistics
+    assert (counted.planned_passes, counted.divergences) == (2, 2)
+    assert counted.tiers["device"].peak_bytes <= 150 * 1024
+
+
 @pytest.mark.parametrize("before", [16, ROWS])
 def test_a_larger_batch_on_demand_may_use_memory_of_the_plan(before: int) -> None:
     """What trains alone trains after a smaller batch, too, whose plan has memory that is free meanwhile."""

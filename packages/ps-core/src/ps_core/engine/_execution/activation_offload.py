@@ -142,6 +142,8 @@ class _ByEngine:
                     self._room.offload(activation, bytes_of(tensor))
                     self._launched = True
                 except DoesNotFit as why:  # the host has no room, but the device may
+                    if isinstance(driver, PlanDriver) and not driver.has_room_for(activation):
+                        passes.diverge(Diverged("an activation stays that the plan has no room for"))
                     self._engine.store.ledger.note_not_offloaded(activation.nbytes, why)
 
     def _move_late(self, activation: weakref.ref[OffloadedActivation]) -> None:

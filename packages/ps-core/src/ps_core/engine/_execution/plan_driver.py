@@ -20,6 +20,7 @@ from ps_core.engine._execution.instruction_executor import Diverged, Instruction
 from ps_core.engine._execution.planned_activations import PlannedActivations
 from ps_core.engine._execution.segment_queues import IssueOrder, PlannedMoment
 from ps_core.engine._gradients.gradient_store import GradientStore
+from ps_core.engine._memory.activation_slots import OffloadedActivation
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.speculative_steps import Stepping
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
@@ -49,7 +50,7 @@ class PlanDriver:
         """
         self.tracked = tracked
         """True: non-model bytes are counted meanwhile."""
-        self._segment = plan.segments[segment]
+        self._segment, self._taken = plan.segments[segment], plan.recording.activations.taken
         self._residency, self._counters = residency, counters
         self._store, self._device = residency.store, residency.store.device
         self._executor = self._make_executor(plan, self._segment, residency, gradients, counters)
@@ -91,6 +92,10 @@ class PlanDriver:
     def activations(self) -> PlannedActivations:
         """Return what keeps the offloaded activations that the plan moves."""
         return self._executor.activations
+
+    def has_room_for(self, activation: OffloadedActivation) -> bool:
+        """Return True if the activation may stay on the device: it did so when the pass was recorded."""
+        return self._taken.get(activation.name) == {}
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Begin the next moment, which must be the plan's next one."""
