@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,27 @@ def test_models_from_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert recorded["model"] == trace.model
     _, out, _ = run(capsys, "plan", "--trace", str(tmp_path / "t.json"), *SMALL)
     assert "64 tokens each" in out
+
+
+def test_a_trace_without_tokens_has_no_rate_of_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    traced = analytic_trace(gpt(2, 64, vocabulary=512), Workload(batch=1, seq=64))
+    words = ("plan", "--trace", str(tmp_path / "t.json"), *SMALL)
+    (tmp_path / "t.json").write_text(replace(traced, tokens=0).to_json(), encoding="utf-8")
+    for more in ((), ("--brief",), ("--accumulate", "3")):
+        _, out, _ = run(capsys, *words, *more)
+        assert "token" not in out
+        assert re.search(r"\d  ?TFLOPS per GPU of model FLOPs", out)
+        heading, middle = out.splitlines()[0], ", 3 micro-batches" * ("--accumulate" in more)
+        assert re.fullmatch(rf".*: \S+ parameters, 1 GPU \([^)]+\){middle}, bf16", heading)
+    status, found = document(capsys, *words)
+    assert (status, found["tokens_per_s"], found["tflops_per_gpu"]) == (0, None, None)
+    assert found["model_tflops_per_gpu"] > 0
+    _, out, _ = run(capsys, *words, "--device-memory", "600.1MB")
+    assert "it does not fit" in out
+    assert "token" not in out
+    (tmp_path / "t.json").write_text(traced.to_json(), encoding="utf-8")
+    _, out, _ = run(capsys, *words, "--accumulate", "3")
+    assert ", 64 tokens each and micro-batch, 3 micro-batches, bf16" in out
 
 
 def test_long_sequences_get_positions(capsys: pytest.CaptureFixture[str]) -> None:
