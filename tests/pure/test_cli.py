@@ -257,6 +257,33 @@ def test_a_trace_without_tokens_has_no_rate_of_tokens(capsys: pytest.CaptureFixt
     assert ", 64 tokens each and micro-batch, 3 micro-batches, bf16" in out
 
 
+@pytest.mark.parametrize(
+    ("recorded", "planned", "warns"),
+    [
+        ("fp32", "bf16", True),
+        ("fp32", "fp16", True),
+        ("bf16", "fp32", True),
+        ("fp32", "fp32", False),
+        ("bf16", "bf16", False),
+        ("bf16", "fp16", False),
+        ("", "bf16", False),
+        ("", "fp32", False),
+    ],
+)
+def test_a_trace_of_another_precision_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, recorded: str, planned: str, warns: bool
+) -> None:
+    traced = replace(analytic_trace(gpt(2, 64, vocabulary=512), Workload(batch=1, seq=64)), precision=recorded)
+    (tmp_path / "t.json").write_text(traced.to_json(), encoding="utf-8")
+    words = ("plan", "--trace", str(tmp_path / "t.json"), "--precision", planned, *SMALL)
+    for more in ((), ("--json",), ("--device-memory", "600.1MB")):
+        _, _, err = run(capsys, *words, *more)
+        assert err.count("\n") == warns
+        if warns:
+            assert err.startswith(f"pstar: warning: the trace was recorded in {recorded}, ")
+            assert f'trace(..., precision="{planned}"), or add --precision {recorded}' in err
+
+
 def test_long_sequences_get_positions(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = document(capsys, "plan", "gpt-10m", *SMALL, "--seq", "1024", "--vocab", "512")
     _, short = document(capsys, "plan", "gpt-10m", *SMALL, "--seq", "512", "--vocab", "512")

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ps_core._broken_pipe import progress, silence
+from ps_core._broken_pipe import progress, silence, tell
 from ps_core._command.advice import advice, remedies
 from ps_core._command.arguments import make_parser
 from ps_core._command.doctor import accelerators, calibrate, examine, host_memory, warm
@@ -104,7 +104,10 @@ def _fail(status: int, error: Exception) -> int:
 def _plan(options: argparse.Namespace) -> int:
     place = _place(options)
     training = _training(options, place)
-    subject = model_of(_subject(options), training)
+    source = _subject(options)
+    if isinstance(source, Trace):
+        _compare_precision(source, options)
+    subject = model_of(source, training)
     longer = options.hf is None and options.trace is None and options.seq > shape(options.model).positions
     assumed = (f"{options.seq} positions (--seq)",) if longer else ()
     case = Case(subject, training, place.assumed + assumed)
@@ -236,6 +239,17 @@ def _subject(options: argparse.Namespace) -> Subject:
         return replace(named, positions=max(named.positions, options.seq))
     found = shape_from_config(Path(options.hf))
     return found if options.vocab is None else replace(found, vocabulary=options.vocab)
+
+
+def _compare_precision(trace: Trace, options: argparse.Namespace) -> None:
+    """Warn if activations have another size in the trace than in the precision that the plan is for."""
+    found, wanted = trace.precision, options.precision
+    if found and (found == "fp32") is not (wanted == "fp32"):
+        tell(
+            f"pstar: warning: the trace was recorded in {found}, so its activations have the size of {found}, and the "
+            f'plan is for {wanted}: record it with trace(..., precision="{wanted}"), or add --precision {found}',
+            sys.stderr,
+        )
 
 
 @dataclass(frozen=True, slots=True)
