@@ -284,6 +284,12 @@ def test_a_trace_of_another_precision_is_told(
             assert f'trace(..., precision="{planned}"), or add --precision {recorded}' in err
 
 
+def test_a_config_is_not_suggested_for_names_of_any_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--hf" not in run(capsys, "plan", "gpt-1.3b")[2]
+    assert "--hf" not in run(capsys, "plan", "bert-0x256")[2]
+    assert "--hf" in run(capsys, "plan", "mistral-7b")[2]
+
+
 def test_long_sequences_get_positions(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = document(capsys, "plan", "gpt-10m", *SMALL, "--seq", "1024", "--vocab", "512")
     _, short = document(capsys, "plan", "gpt-10m", *SMALL, "--seq", "512", "--vocab", "512")
@@ -376,6 +382,12 @@ MISTAKES = [
     (("plan", "gpt2", "--hf", "x"), "not allowed with"),
     (("plan", "gpt-18x"), "did you mean gpt-18b"),
     (("plan", "gpt-1.3b"), "did you mean gpt-1b or gpt2-xl? gpt-LAYERSxHIDDEN"),
+    (
+        ("plan", "llama-3-8b"),
+        "did you mean llama-8b or llama-1b? for a Hugging Face model give its config.json: --hf FILE",
+    ),
+    (("plan", "qwen2.5-7b"), "docs/sizes.md has the names; for a Hugging Face model give its config.json: --hf FILE"),
+    (("plan", "meta-llama/Llama-3.1-8B"), "; for a Hugging Face model give its config.json: --hf FILE"),
     (("plan", "gpt2", "--device-memory", "20Gb?"), "not a size: '20Gb?'"),
     (("plan", "gpt2", "--gpus", "0"), "'0' is not a whole number of at least 1"),
     (("plan", "gpt2", "--gpus", "two"), "'two' is not a whole number"),

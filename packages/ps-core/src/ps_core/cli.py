@@ -56,6 +56,7 @@ ASSUMED_MACHINE = "a100-40"
 _LEFT_FREE = 0.9
 """The fraction of this computer's available memory that a plan may use if no host memory is given."""
 _LONGEST_TRACE_BYTES = 2**30
+_FROM_CONFIG = "; for a Hugging Face model give its config.json: --hf FILE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -235,7 +236,12 @@ def _subject(options: argparse.Namespace) -> Subject:
         except ValueError as error:
             raise InvalidInput(f"{options.trace}: {error}") from error
     if options.hf is None:
-        named = shape(options.model, vocabulary=options.vocab)
+        try:
+            named = shape(options.model, vocabulary=options.vocab)
+        except InvalidInput as error:
+            if options.model.lower().startswith(("gpt", "bert")):
+                raise
+            raise InvalidInput(f"{error}{_FROM_CONFIG}".replace("?;", "?")) from error
         return replace(named, positions=max(named.positions, options.seq))
     found = shape_from_config(Path(options.hf))
     return found if options.vocab is None else replace(found, vocabulary=options.vocab)
