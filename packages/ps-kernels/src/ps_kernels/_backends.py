@@ -102,13 +102,6 @@ def load(name: str) -> Backend:
     return backend
 
 
-def named(backend: str) -> str:
-    """Return the name of the wanted backend; raise `InvalidArgument` for anything else than a text."""
-    if not isinstance(backend, str):
-        raise InvalidArgument(f"backend: expected one of {', '.join(_NAMES)}, or None; found {backend!r}")
-    return backend
-
-
 @cache
 def choose(name: str, library: str, device: str, wanted: str | None) -> Backend:
     """Return the backend for an array: the best one, or the one requested by name. Results are cached."""
