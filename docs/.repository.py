@@ -1,8 +1,15 @@
-"""Link each page to its source once the repository's address is known."""
+"""Link each page to its source once the repository's address is known, and include sections of the README."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from mkdocs.config.defaults import MkDocsConfig
+
+README = Path(__file__).parents[1] / "README.md"
+_PLACE = re.compile(r"<!-- README: (.+?) -->\n.*?<!-- end -->\n", re.DOTALL)
+"""Where the site has a section of the README by this heading, and the repository a link to it."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -10,3 +17,16 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     if config.repo_url:
         config.edit_uri = "edit/main/docs/"
     return config
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Replace links to sections of the README, which is no page of the site, with the sections themselves."""
+    return _PLACE.sub(lambda place: _section(place[1]), markdown)
+
+
+def _section(heading: str) -> str:
+    """Return the README's text below a heading, with links as a page in ``docs`` has them."""
+    below = README.read_text("utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    if not below:
+        raise ValueError(f"README.md has no section {heading!r}")
+    return below.strip().replace("](docs/", "](") + "\n"

@@ -18,12 +18,13 @@ from _reference import Make, Settings, differences, plain
 from _runs import HOST, check_same, chunked_model, managed, tightest
 from ps_core import SGD, AdamW, Budget, InvalidInput, Options
 from ps_core._plan import Queue
-from ps_core.engine import chunked, statistics
+from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cuda.device import CudaDevice, cuda_device
 from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker
 from ps_core.engine._devices.disk.file import DiskFile
 from ps_core.engine._parameters.unmanaged import move_unmanaged
+from ps_kernels import PinnedArena
 
 CASE = {each.name: each for each in CASES}
 NAMES = ("tied", "lstm", "frozen", "mixed_dtypes", "two_forwards", "detached_weight", "evaluation_before_step")
@@ -160,6 +161,31 @@ def test_events_and_host_memory_are_used_again() -> None:
     assert events < 10, "how many are in use at once depends on the worker's thread, but not on the number of steps"
     assert hosts < 10
     assert counts[-1][0] < 400
+
+
+class Poor(FakeRuntime):
+    """The computer gives no more host memory once it is ``spent``."""
+
+    spent = True
+
+    def host(self, size_bytes: int, *, pin: bool) -> PinnedArena:
+        return super().host(2**60 if self.spent else size_bytes, pin=pin)
+
+
+def test_host_memory_that_the_computer_does_not_give_is_the_budgets() -> None:
+    runtime, model, budget = Poor(), models.Language(tied=True), Budget(device="96KiB", host=HOST)
+    with runtime:
+        with pytest.raises(
+            InvalidInput,
+            match=r"^Budget\.host: this computer does not give [\d,]+ bytes of host memory \(.*\); expected a smaller "
+            r"Budget\(host=\.\.\.\)$",
+        ):
+            chunked(model, AdamW(), device=CudaDevice(runtime), budget=budget, options=Options(group_bytes=2048))
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        runtime.spent = False
+        chunked(model, AdamW(), device=CudaDevice(runtime), budget=budget, options=Options(group_bytes=2048))
+        next_token(model, *tokens(0)).backward()
+        release(model)
 
 
 def test_a_stream_that_the_user_changes_waits_for_the_one_before() -> None:

@@ -6,7 +6,9 @@ On the stand-in that checks order and delays reads and writes, and on the thread
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,7 @@ from _runs import check_same, kept_by, let_go, managed, tightest
 from checked_device.device import CheckedDevice
 from ps_core import AdamW, Budget, DoesNotFit, InvalidInput, Options, TierFailure
 from ps_core.engine import chunked, materialized, release, statistics
+from ps_core.engine._devices import select
 from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.disk.file import BLOCK_BYTES
 from ps_core.engine._execution.hooks import hooks_of
@@ -322,6 +325,48 @@ def test_a_group_whose_step_is_beyond_the_host(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"Budget\.disk_dir"):
         chunked(models.Language(), SPEC, budget=below(10**6, tmp_path / "nowhere"))
+
+
+def warned(caplog: pytest.LogCaptureFixture, directory: Path | str) -> list[str]:
+    """Manage two models over that directory; return the warnings of both."""
+    select._warn_of_memory.cache_clear()
+    caplog.clear()
+    for _ in range(2):
+        release(chunked(nn.Linear(4, 4), AdamW(), budget=below(10**6, directory))[0])
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_directory_in_memory_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(select, "_file_system", lambda directory: "ext4")
+    assert warned(caplog, tmp_path) == []
+    for kind in ("tmpfs", "ramfs"):
+        monkeypatch.setattr(select, "_file_system", lambda directory, kind=kind: kind)
+        assert warned(caplog, tmp_path) == [
+            f"Budget.disk_dir: {str(tmp_path)!r} is on a {kind}, which keeps files in host memory: the disk tier takes "
+            "memory there, and Budget.host does not count it; choose a directory on a disk"
+        ]
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
+def test_the_systems_own_memory_is_known_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    if select._file_system("/dev/shm") != "tmpfs":
+        pytest.skip("/dev/shm is on a disk")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        assert [each.partition(", which")[0] for each in warned(caplog, folder)] == [
+            f"Budget.disk_dir: {folder!r} is on a tmpfs"
+        ]
+
+
+def test_a_system_that_does_not_say_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> str:
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    assert select._file_system("/proc") == "proc"
+    assert select._file_system(str(tmp_path / "nowhere")) == ""
+    monkeypatch.setattr(Path, "read_text", fails)
+    assert select._file_system("/proc") == ""
 
 
 # When the disk fails.

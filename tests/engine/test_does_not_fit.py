@@ -323,6 +323,28 @@ def test_a_group_beyond_the_host(device: int, what: str, needed: int, tmp_path: 
 
 def test_no_memory_to_speak_of() -> None:
     with pytest.raises(
-        DoesNotFit, match=r"Budget\(device=\d+\)(.|\n)*TiledLinear\.from_linear\(model\.get_submodule\('0'\), 64\)"
+        DoesNotFit,
+        match=r'Budget\(device=\d+\): [\d.,]+ \w+ more \(24 is so many bytes: did you mean "24GiB"\?\)(.|\n)*'
+        r"TiledLinear\.from_linear\(model\.get_submodule\('0'\), 64\)",
     ):
         chunked(nn.Sequential(nn.Linear(64, 64, bias=False)), AdamW(), device="emulated", budget=Budget(device=24))
+
+
+@pytest.mark.parametrize(
+    ("budget", "asks"),
+    [
+        (Budget(device="24"), '(24 is so many bytes: did you mean "24GiB"?)'),
+        (Budget(device=24, host=64), '(24 is so many bytes: did you mean "24GiB"? 64 is so many bytes: did you mean'),
+        (Budget(device="32KiB", host=64), '(64 is so many bytes: did you mean "64GiB"?)'),
+        (Budget(device=4095), '(4095 is so many bytes: did you mean "4095GiB"?)'),
+        (Budget(device=4096), ""),
+        (Budget(device="24B"), ""),
+        (Budget(device=0), ""),
+    ],
+)
+def test_a_small_number_without_a_unit_is_asked_about(budget: Budget, asks: str) -> None:
+    """Numbers are bytes all the same: tiny models fit in few."""
+    with pytest.raises(DoesNotFit) as raised:
+        chunked(nn.Sequential(nn.Linear(64, 64, bias=False)), AdamW(), device="emulated", budget=budget)
+    assert asks in raised.value.remedies[0] if asks else "did you mean" not in str(raised.value)
+    chunked(nn.Linear(4, 4), AdamW(), device="emulated", budget=Budget(device=4000, host=4000))

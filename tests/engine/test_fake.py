@@ -329,6 +329,20 @@ def test_forward_alone_and_a_loss_of_ones_own() -> None:
         trace(model, x, precision="int4")
 
 
+def test_a_trace_says_in_which_precision_it_was_recorded() -> None:
+    def recorded(dtype: torch.dtype, norm: torch.dtype = torch.float32, **more: Any) -> str:
+        model = nn.Sequential(nn.Linear(4, 8, dtype=dtype), nn.Linear(8, 2, dtype=dtype))
+        model.scale = nn.Parameter(torch.ones(2, dtype=norm))  # a few elements of another type
+        return trace(model, torch.ones(3, 4, dtype=dtype), training=False, **more).precision
+
+    assert recorded(torch.float32) == "fp32"
+    assert recorded(torch.float16, torch.float16) == "fp16"
+    assert recorded(torch.bfloat16) == "bf16", "most elements count"
+    assert recorded(torch.float32, precision="fp16") == "fp16"
+    assert recorded(torch.float64) == "", "no precision of this project's"
+    assert trace(nn.Flatten(), torch.ones(3, 4), training=False).precision == ""
+
+
 # ---- the model is left alone
 
 

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "_checkpoint/atomic_folder.py:find": "dist/_checkpoint_cases.py",
     "_sharding/join_ranks.py:_check_cards": "dist/test_transport_choice.py",
     "_devices/cuda/device.py:wait": "engine/test_cuda.py",
+    "_devices/host_pool.py:_arena": "engine/test_cuda.py",
 }
 """Where several processes, threads or cards are needed: the test that follows it."""
 

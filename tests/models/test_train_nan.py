@@ -68,6 +68,29 @@ def test_it_stops_and_goes_on_from_the_last_sound_checkpoint(
     assert [row[:4] for row in numbers(out)] == [row[:4] for row in numbers(tmp_path / "whole")]
 
 
+@pytest.mark.parametrize("last", [4, 6])
+def test_the_losses_before_are_drawn(
+    last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Also where the last step is the one that has such a loss: its memory is measured, or a part of it."""
+    nan_at(monkeypatch, last - 1)
+    out = tmp_path / "run"
+    assert train(out, *STEADY, "--steps", 6) == 1
+    told = capsys.readouterr()
+    assert f"drawn: the loss curve {out / 'loss.svg'}" in told.out
+    assert f"step {last}: the loss is nan" in told.err
+    assert f"in {last - 1} steps" in (out / "loss.svg").read_text("utf-8")
+
+
+def test_where_no_loss_is_finite_nothing_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    nan_at(monkeypatch, 0)
+    assert train(tmp_path / "run", *STEADY, "--steps", 3) == 1
+    assert "drawn" not in capsys.readouterr().out
+    assert not (tmp_path / "run" / "loss.svg").exists()
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_where_all_is_sound_as_many_stay_as_were_asked_for(keep: int, tmp_path: Path) -> None:
     assert train(tmp_path / "run", *STEADY, "--steps", 4, "--keep", keep) == 0

@@ -55,7 +55,11 @@ WRONG = {
     "--tokenizer nowhere.json": "--tokenizer: cannot read 'nowhere.json': [Errno 2] No such file or directory: "
     "'nowhere.json'; allowed is bytes, or a Hugging Face tokenizer.json",
     "--vocab 100": "--vocab: found 100, allowed is at least 264, which the tokenizer has",
-    "--btach 3": "--btach is not an option; did you mean batch?",
+    "--btach 3": "--btach is not an option; did you mean --batch?",
+    "--eval_evry=3": "--eval_evry is not an option; did you mean --eval-every?",
+    "-batch 3": "-batch is not an option; did you mean --batch?",
+    "--no-checkpointin": "--no-checkpointin is not an option; did you mean --no-checkpointing?",
+    "--confg a.toml": "--confg is not an option; did you mean --config?",
     "--xyzzy": "--xyzzy is not an option; pstar-train --help lists the options",
     "gpt2": "unrecognized arguments: gpt2 (pstar-train --help lists the options)",
     "--device emulated": "--device: found 'emulated' without --device-memory, which says how large the accelerator is",

@@ -18,9 +18,7 @@ from ps_core import cli
 from ps_core._command.doctor import Accelerator
 from ps_core._errors import DoesNotFit
 from ps_core._simulate.machine import MACHINES, UNSTEADY
-from ps_core._workloads.named_shapes import gpt, shape
-from ps_core._workloads.traces_from_shapes import analytic_trace
-from ps_core._workloads.workload import Workload
+from ps_core._workloads.named_shapes import shape
 from ps_core.cli import main
 
 SMALL = ("--seq", "128", "--batch", "2", "--device-memory", "1GiB", "--host-memory", "8GiB", "--gpus", "1")
@@ -220,21 +218,6 @@ def test_the_picture_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert path.read_text(encoding="utf-8").startswith("<svg")
 
 
-def test_models_from_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512, "n_positions": 256}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config), encoding="utf-8")
-    _, plain = document(capsys, "plan", "--hf", str(path), *SMALL)
-    _, more = document(capsys, "plan", "--hf", str(tmp_path), *SMALL, "--vocab", "1024")
-    assert more["parameters"] - plain["parameters"] == 512 * 64
-    trace = analytic_trace(gpt(2, 64, vocabulary=512), Workload(batch=1, seq=64))
-    (tmp_path / "t.json").write_text(trace.to_json(), encoding="utf-8")
-    _, recorded = document(capsys, "plan", "--trace", str(tmp_path / "t.json"), *SMALL)
-    assert recorded["model"] == trace.model
-    _, out, _ = run(capsys, "plan", "--trace", str(tmp_path / "t.json"), *SMALL)
-    assert "64 tokens each" in out
-
-
 def test_long_sequences_get_positions(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = document(capsys, "plan", "gpt-10m", *SMALL, "--seq", "1024", "--vocab", "512")
     _, short = document(capsys, "plan", "gpt-10m", *SMALL, "--seq", "512", "--vocab", "512")
@@ -327,6 +310,12 @@ MISTAKES = [
     (("plan", "gpt2", "--hf", "x"), "not allowed with"),
     (("plan", "gpt-18x"), "did you mean gpt-18b"),
     (("plan", "gpt-1.3b"), "did you mean gpt-1b or gpt2-xl? gpt-LAYERSxHIDDEN"),
+    (
+        ("plan", "llama-3-8b"),
+        "did you mean llama-8b or llama-1b? for a Hugging Face model give its config.json: --hf FILE",
+    ),
+    (("plan", "qwen2.5-7b"), "docs/sizes.md has the names; for a Hugging Face model give its config.json: --hf FILE"),
+    (("plan", "meta-llama/Llama-3.1-8B"), "; for a Hugging Face model give its config.json: --hf FILE"),
     (("plan", "gpt2", "--device-memory", "20Gb?"), "not a size: '20Gb?'"),
     (("plan", "gpt2", "--gpus", "0"), "'0' is not a whole number of at least 1"),
     (("plan", "gpt2", "--gpus", "two"), "'two' is not a whole number"),
@@ -336,6 +325,10 @@ MISTAKES = [
     (("plan", "gpt2", "--frob"), "unrecognized arguments: --frob (pstar plan --help lists the options)"),
     (("plan", "gpt2", "--dev", "1GiB"), "unrecognized arguments: --dev 1GiB; did you mean --device-memory?"),
     (("plan", "gpt2", "--devise-memory=1GiB"), "--devise-memory=1GiB; did you mean --device-memory"),
+    (("plan", "gpt2", "--btach", "4"), "unrecognized arguments: --btach 4; did you mean --batch or"),
+    (("scale", "--btach", "4"), "unrecognized arguments: --btach 4; did you mean --batch?"),
+    (("doctor", "--calibrat"), "unrecognized arguments: --calibrat; did you mean --calibrate?"),
+    (("export", "a", "b", "--overwirte"), "unrecognized arguments: --overwirte; did you mean --overwrite?"),
     (("scale", "--min-tflop", "3"), "did you mean --min-tflops?"),
     (("plan", "gpt2", "--device-memory", "64"), "64 is so many bytes; did you mean 64GiB?"),
     (("plan", "xyzzy"), "gpt-LAYERSxHIDDEN or bert-LAYERSxHIDDEN is any size"),

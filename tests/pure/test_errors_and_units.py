@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ps_core import _errors
 from ps_core._errors import DoesNotFit, IllegalTransition, InvalidInput, PatrickStarError
-from ps_core._units import align_up, format_bytes, format_count, parse_bytes
+from ps_core._units import align_up, format_bytes, format_count, meant_as_gib, parse_bytes
 
 
 def test_every_error_is_one_of_ours_and_in_the_drawing():
@@ -125,3 +125,11 @@ def test_printed_counts(count, text):
 def test_alignment():
     assert [align_up(count) for count in (0, 1, 128, 129)] == [0, 128, 128, 256]
     assert align_up(5, 4) == 8
+
+
+@pytest.mark.parametrize(
+    ("size", "meant"),
+    [(24, "24GiB"), (" 24 ", "24GiB"), (4095, "4095GiB"), (4096, ""), (0, ""), ("24B", ""), ("1.5", ""), (None, "")],
+)
+def test_small_numbers_without_a_unit(size, meant):
+    assert meant_as_gib(size) == meant

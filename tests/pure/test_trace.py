@@ -30,6 +30,16 @@ def test_json_gives_the_trace_back(made):
     assert Trace.from_json(made.to_json()) == made
 
 
+def test_a_file_of_an_earlier_version_says_no_precision():
+    made = trace(moment())
+    data = json.loads(made.to_json())
+    assert data.pop("precision") == ""
+    assert Trace.from_json(json.dumps(data)) == made
+    in_bf16 = Trace(model="m", tensors=(A,), moments=(), precision="bf16")
+    assert json.loads(in_bf16.to_json())["precision"] == "bf16"
+    assert Trace.from_json(in_bf16.to_json()) == in_bf16
+
+
 def test_sums():
     made = trace(moment(nonmodel_bytes=7), moment(nonmodel_bytes=9))
     assert (made.parameters, made.peak_nonmodel_bytes) == (5, 9)
@@ -52,6 +62,7 @@ X = Activation(name="x", bytes=1)
     ("make", "words"),
     [
         (lambda: trace(tokens=-1), "tokens must be a whole number"),
+        (lambda: Trace(model="m", tensors=(), moments=(), precision=None), "expected a text, found None"),
         (lambda: trace(tensors=(Tensor(name="a", numel=-1),)), "numel of 'a' must be a whole number of at least 0"),
         (lambda: trace(tensors=(Tensor(name=3, numel=1),)), "expected a text"),
         (lambda: trace(tensors=(A, A)), "two tensors have the same name"),

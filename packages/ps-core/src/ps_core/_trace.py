@@ -109,6 +109,8 @@ class Trace:
     activations: tuple[Activation, ...] = ()
     tokens: int = 0
     """Tokens of one micro-batch on one process, for tokens/s."""
+    precision: str = ""
+    """The type that it was recorded in: bf16, fp16 or fp32. Empty: not known, as in files of earlier versions."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -171,6 +173,7 @@ def _indices(values: Iterable[object], count: int, what: str) -> None:
 
 def _check(trace: Trace) -> None:
     check_whole("trace: tokens", trace.tokens)
+    _text(trace.precision)
     for tensor in trace.tensors:
         _text(tensor.name)
         check_whole(f"trace: numel of {tensor.name!r}", tensor.numel)

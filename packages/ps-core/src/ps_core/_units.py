@@ -15,6 +15,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 ALIGNMENT_BYTES = 128
 """Every slot starts and ends on this boundary, on every tier."""
 
+_FEW_BYTES = 4096
+"""A smaller number without a unit is no size that a memory has."""
 
 MOST_WHOLE = 2**62
 """The largest whole number that is accepted: more bytes or elements than any computer has."""
@@ -69,6 +71,12 @@ def parse_bytes(size: int | str) -> int:
     if whole > MOST_WHOLE:
         raise InvalidInput(f"not a size anything could have: {size!r}")
     return int(whole) if "." in match[1] else int(match[1]) * scale
+
+
+def meant_as_gib(size: int | str | None) -> str:
+    """Return ``"24GiB"`` for 24, which surely was not meant as so many bytes; "" for any other size."""
+    text = str(size).strip()
+    return f"{int(text)}GiB" if text.isdecimal() and 0 < int(text) < _FEW_BYTES else ""
 
 
 def format_bytes(count: float) -> str:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ps_core._broken_pipe import progress, silence
+from ps_core._broken_pipe import progress, silence, tell
 from ps_core._command.advice import advice, remedies
 from ps_core._command.arguments import make_parser
 from ps_core._command.doctor import accelerators, calibrate, examine, host_memory, warm
@@ -56,6 +56,7 @@ ASSUMED_MACHINE = "a100-40"
 _LEFT_FREE = 0.9
 """The fraction of this computer's available memory that a plan may use if no host memory is given."""
 _LONGEST_TRACE_BYTES = 2**30
+_FROM_CONFIG = "; for a Hugging Face model give its config.json: --hf FILE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +105,10 @@ def _fail(status: int, error: Exception) -> int:
 def _plan(options: argparse.Namespace) -> int:
     place = _place(options)
     training = _training(options, place)
-    subject = model_of(_subject(options), training)
+    source = _subject(options)
+    if isinstance(source, Trace):
+        _compare_precision(source, options)
+    subject = model_of(source, training)
     longer = options.hf is None and options.trace is None and options.seq > shape(options.model).positions
     assumed = (f"{options.seq} positions (--seq)",) if longer else ()
     case = Case(subject, training, place.assumed + assumed)
@@ -232,10 +236,26 @@ def _subject(options: argparse.Namespace) -> Subject:
         except ValueError as error:
             raise InvalidInput(f"{options.trace}: {error}") from error
     if options.hf is None:
-        named = shape(options.model, vocabulary=options.vocab)
+        try:
+            named = shape(options.model, vocabulary=options.vocab)
+        except InvalidInput as error:
+            if options.model.lower().startswith(("gpt", "bert")):
+                raise
+            raise InvalidInput(f"{error}{_FROM_CONFIG}".replace("?;", "?")) from error
         return replace(named, positions=max(named.positions, options.seq))
     found = shape_from_config(Path(options.hf))
     return found if options.vocab is None else replace(found, vocabulary=options.vocab)
+
+
+def _compare_precision(trace: Trace, options: argparse.Namespace) -> None:
+    """Warn if activations have another size in the trace than in the precision that the plan is for."""
+    found, wanted = trace.precision, options.precision
+    if found and (found == "fp32") is not (wanted == "fp32"):
+        tell(
+            f"pstar: warning: the trace was recorded in {found}, so its activations have the size of {found}, and the "
+            f'plan is for {wanted}: record it with trace(..., precision="{wanted}"), or add --precision {found}',
+            sys.stderr,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,8 @@ from ps_core._extents import STATES, Precision
 from ps_core._name_suggestions import did_you_mean
 from ps_core._planner.eviction_policy import Policy
 from ps_core._simulate.cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RESERVE_PER_RANK_BYTES
-from ps_core._units import parse_bytes
+from ps_core._units import meant_as_gib, parse_bytes
 from ps_core._version import __version__
-
-_LEAST_BYTES = 4096
-"""A smaller number without a unit is refused: it was meant otherwise."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -147,6 +144,6 @@ def _size(text: str) -> int:
         found = parse_bytes(text)
     except InvalidInput as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if text.strip().isdigit() and 0 < found < _LEAST_BYTES:
-        raise argparse.ArgumentTypeError(f"{found} is so many bytes; did you mean {found}GiB?")
+    if meant_as_gib(text):
+        raise argparse.ArgumentTypeError(f"{found} is so many bytes; did you mean {meant_as_gib(text)}?")
     return found

@@ -50,10 +50,10 @@ def fits_document(case: Case, found: Forecast, advice: Sequence[str]) -> Documen
         "moved_bytes": dict(told.moved_bytes),
         "step_time_s": told.step_time_s,
         "bound_step_time_s": told.bound_step_time_s,
-        "tflops_per_gpu": found.tflops_per_gpu,
+        "tflops_per_gpu": found.tflops_per_gpu if found.trace.tokens else None,
         "advice": list(advice),
         "model_tflops_per_gpu": found.model_tflops_per_gpu,
-        "tokens_per_s": found.tokens_per_s,
+        "tokens_per_s": found.tokens_per_s if found.trace.tokens else None,
         "phases_s": {"forward": told.forward_s, "backward": told.backward_s, "update": told.update_s},
         "stalled_s": told.stalled_s,
         "busy_s": dict(told.busy_s),
@@ -174,9 +174,7 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
         f"  {'step':<20}{_seconds(told.step_time_s):>12}  forward {_seconds(told.forward_s)}, backward "
         f"{_seconds(told.backward_s)}, update {_seconds(told.update_s)}; compute idle {_seconds(told.stalled_s)}",
         *_overlapped(told),
-        f"  {'speed':<20}{found.tokens_per_s:>12,.0f}  tokens/s",
-        f"  {'':<20}{found.tflops_per_gpu:>12.4g}  TFLOPS per GPU, counting 8 per parameter and token "
-        f"({found.model_tflops_per_gpu:.4g} of model FLOPs)",
+        *_speed(found),
     ]
     layout = found.planned.program.layout
     lines += [
@@ -192,17 +190,30 @@ def fits_text(case: Case, found: Forecast, advice: Sequence[str], *, ascii_only:
     return "\n".join(lines) + "\n"
 
 
+def _speed(found: Forecast) -> list[str]:
+    """Return the lines about the speed; those that count tokens are left out for a trace that has none."""
+    if not found.trace.tokens:
+        return [f"  {'speed':<20}{found.model_tflops_per_gpu:>12.4g}  TFLOPS per GPU of model FLOPs"]
+    return [
+        f"  {'speed':<20}{found.tokens_per_s:>12,.0f}  tokens/s",
+        f"  {'':<20}{found.tflops_per_gpu:>12.4g}  TFLOPS per GPU, counting 8 per parameter and token "
+        f"({found.model_tflops_per_gpu:.4g} of model FLOPs)",
+    ]
+
+
 def brief_text(case: Case, found: Forecast) -> str:
     """Return the text of `pstar plan --brief` for a model that fits."""
     peaks = (
         f"{tier.name} {format_bytes(found.prediction.peak_bytes[tier.name])} of {format_bytes(tier.capacity_bytes)}"
         for tier in found.tiers
     )
+    speed = f"{found.tokens_per_s:,.0f} tokens/s, {found.tflops_per_gpu:.4g} TFLOPS per GPU"
+    if not found.trace.tokens:
+        speed = f"{found.model_tflops_per_gpu:.4g} TFLOPS per GPU of model FLOPs"
     lines = (
         *_heading(case),
         f"  it fits, as predicted: at most {', '.join(peaks)} in each process",
-        f"  {_seconds(found.prediction.step_time_s)} a step, {found.tokens_per_s:,.0f} tokens/s, "
-        f"{found.tflops_per_gpu:.4g} TFLOPS per GPU",
+        f"  {_seconds(found.prediction.step_time_s)} a step, {speed}",
     )
     return "\n".join(lines) + "\n"
 
@@ -246,14 +257,15 @@ def _heading(case: Case) -> list[str]:
     kind = ("GPU", "GPUs") if cluster.device_memory else ("process without GPU", "processes without GPU")
     where = f"{cluster.gpus} {kind[cluster.gpus > 1]}" + (f" in {cluster.nodes} nodes" if cluster.nodes > 1 else "")
     where += f", {cluster.copies} copies" if cluster.copies > 1 else ""
-    work = f"batch {training.batch} x {training.seq}"
-    if isinstance(case.subject, Trace):
-        work = f"{case.subject.tokens:,} tokens"
-    steps = f" and micro-batch, {training.accumulate} micro-batches" if training.accumulate > 1 else ""
-    said = [
-        f"{case.model}: {format_count(case.subject.parameters)} parameters, {where} ({training.machine.name}), "
-        f"{work} each{steps}, {training.precision.value}"
-    ]
+    facts = [f"{format_count(case.subject.parameters)} parameters", f"{where} ({training.machine.name})"]
+    each = "each and micro-batch" if training.accumulate > 1 else "each"
+    if not isinstance(case.subject, Trace):
+        facts.append(f"batch {training.batch} x {training.seq} {each}")
+    elif case.subject.tokens:
+        facts.append(f"{case.subject.tokens:,} tokens {each}")
+    if training.accumulate > 1:
+        facts.append(f"{training.accumulate} micro-batches")
+    said = [f"{case.model}: {', '.join(facts)}, {training.precision.value}"]
     return said + ([f"assumed: {', '.join(case.assumed)}"] if case.assumed else [])
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from ps_core._errors import InvalidInput
+from ps_core._name_suggestions import did_you_mean
 from ps_models._version import __version__
 from ps_models.train._option_files import from_file, merged
-from ps_models.train._options import COMMAND, TrainOptions, flag_of, nearest, read, rule_for
+from ps_models.train._options import COMMAND, TrainOptions, flag_of, read, rule_for
 
 STATUS = (
     "Exit status: 0 trained, or stopped by a signal and saved; 3 the model does not fit; 2 input that cannot be used; "
@@ -24,9 +25,11 @@ class _Parser(argparse.ArgumentParser):
     """Raise `InvalidInput` with one line that says what is wrong."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        unknown = re.match(r"unrecognized arguments: (-[\w-]+)", message)
         if unknown:
-            raise InvalidInput(f"{unknown[1]} is not an option; {nearest(unknown[1])}")
+            word = unknown[1].replace("_", "-")
+            near = did_you_mean(word, self._option_string_actions, f"{COMMAND} --help lists the options", most=1)
+            raise InvalidInput(f"{unknown[1]} is not an option; {near}")
         raise InvalidInput(f"{message.removeprefix('argument ')} ({COMMAND} --help lists the options)")
 
 

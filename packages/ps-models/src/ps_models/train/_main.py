@@ -92,6 +92,8 @@ def train(options: TrainOptions) -> int:
         halt = StopCheck(stop, ranks)
         loop.run(halt)
         if loop.not_finite:
+            if ranks.leads and (drawn := draw(folder.path, found.name, loop.memory)):
+                loop.say(drawn)
             stack.close()  # end the display and leave the ranks before the message
             return _fail(FAILED, loop.not_finite) if ranks.leads else FAILED
         seconds = time.perf_counter() - started

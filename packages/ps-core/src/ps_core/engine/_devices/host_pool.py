@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import torch
 
+from ps_core._errors import InvalidInput
 from ps_core._units import align_up
-from ps_kernels import PinnedArena
+from ps_kernels import InvalidArgument, PinnedArena
 
 _MOST_BYTES = 1 << 32
 """Blocks share a registration up to this size; a larger block has one of its own.
@@ -129,10 +130,19 @@ class HostPool:
                 self._put(_Block(block.arena, block.start + start, end - start, ()))
 
     def _register(self, sizes: list[int]) -> None:
-        start, arena = 0, self._make(sum(sizes))
+        start, arena = 0, self._arena(sum(sizes))
         for size in filter(None, sizes):
             self._put(_Block(arena, start, size, ()))
             start += size
+
+    def _arena(self, size: int) -> PinnedArena:
+        try:
+            return self._make(size)
+        except InvalidArgument as error:
+            raise InvalidInput(
+                f"Budget.host: this computer does not give {size:,} bytes of host memory ({error.__cause__ or error}); "
+                "expected a smaller Budget(host=...)"
+            ) from None
 
     def _join(self) -> None:
         """Join free blocks that are neighbours."""

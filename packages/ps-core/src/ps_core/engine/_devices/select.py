@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,10 +17,12 @@ from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cuda.device import cuda_device
 from ps_core.engine._devices.device import Device
 from ps_core.engine._devices.disk.file import DiskFile
-from ps_core.engine._support.log import log_line
+from ps_core.engine._support.log import log_line, warn
 
 _WEIGHTS_OF_GROUP = 7
 """The bytes of a 16-bit group, as a multiple of its weights' bytes."""
+_IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files are in host memory."""
 _KEPT_FREE = 10
 """One part in so many of a tier is left free if no budget is given."""
 
@@ -86,7 +89,31 @@ def disk_file(budget: Budget) -> DiskFile | None:
     file = DiskFile(budget.disk_dir)
     how = "past the page cache" if file.direct else "through the page cache, for the file system has no O_DIRECT"
     log_line(f"disk tier: {file.name}, {how}; it has no name in its folder, and goes with the process")
+    kind = _file_system(budget.disk_dir)
+    if kind in _IN_MEMORY:
+        _warn_of_memory(budget.disk_dir, kind)
     return file
+
+
+@cache
+def _warn_of_memory(directory: str, kind: str) -> None:
+    """Warn, once for each directory, that the disk tier is in host memory."""
+    warn(
+        f"Budget.disk_dir: {directory!r} is on a {kind}, which keeps files in host memory: the disk tier takes memory "
+        "there, and Budget.host does not count it; choose a directory on a disk"
+    )
+
+
+def _file_system(directory: str) -> str:
+    """Return the kind of a directory's file system by its name in Linux; "" if the system does not say."""
+    try:
+        device = os.stat(directory).st_dev
+        mounts = Path("/proc/self/mountinfo").read_text("utf-8", "replace")
+    except OSError:
+        return ""
+    rows = [row.split() for row in mounts.splitlines()]
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return next((row[row.index("-") + 1] for row in rows if row[2] == number), "")
 
 
 def _available_bytes() -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ps_core._options import Budget, Options
 from ps_core._plan import Tier
-from ps_core._units import align_up
+from ps_core._units import align_up, meant_as_gib
 
 MIB = 2**20
 
@@ -38,7 +38,14 @@ def size(count: int) -> str:
 
 
 def suggest_budget(limits: TierBudget, tier: int, needed_bytes: int) -> str:
-    """Write the Budget that gives a tier so many bytes, and how much more that is."""
+    """Write the Budget that gives a tier so many bytes, and how much more that is; ask about sizes without a unit."""
+    budget = limits.given.budget
+    small = {size: meant for size in (budget.device, budget.host, budget.disk) if (meant := meant_as_gib(size))}
+    asked = [f'{size} is so many bytes: did you mean "{meant}"?' for size, meant in small.items()]
+    return _larger_budget(limits, tier, needed_bytes) + (f" ({' '.join(asked)})" if asked else "")
+
+
+def _larger_budget(limits: TierBudget, tier: int, needed_bytes: int) -> str:
     name, whole = limits.tiers[tier].name, limits.tiers[tier].capacity_bytes
     asked, given, suffix = align_up(needed_bytes), limits.given, ""
     if name != "device" and given.sharers > 1:

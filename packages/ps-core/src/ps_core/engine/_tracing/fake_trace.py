@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -80,8 +81,9 @@ def trace(
 
     ``batch`` is a mapping (keyword arguments), a tuple or list (positional ones), or the only argument. Only shapes and
     dtypes matter. ``loss`` makes the loss from the model's output (default: its ``loss``, or the scalar itself). With
-    ``precision``, floating parameters and inputs are taken to be of that type; without, as they are. ``unit_of`` maps a
-    parameter's name to the unit whose touches make a moment (default: the owning module). Parameters may be on meta.
+    ``precision``, floating parameters and inputs are taken to be of that type; without, as they are. The trace says
+    which type that is. ``unit_of`` maps a parameter's name to the unit whose touches make a moment (default: the owning
+    module). Parameters may be on meta.
     The bytes are those of the CPU's operators, so for an accelerator they are an estimate.
 
     `CannotTrace` is raised if the model does what fake tensors cannot follow, or if the pass exceeds ``timeout_s``. The
@@ -100,7 +102,8 @@ def trace(
     )
     args, kwargs = _arguments(batch)
     try:
-        return fake_pass(model, args, kwargs, options)
+        traced = fake_pass(model, args, kwargs, options)
+        return replace(traced, precision=_own_precision(model) if precision is None else precision)
     except InvalidInput:
         raise
     except Exception as error:
@@ -255,6 +258,15 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     if isinstance(batch, tuple | list):
         return tuple(batch), {}
     return (batch,), {}
+
+
+def _own_precision(model: nn.Module) -> str:
+    """Return the precision of most elements of the model's floating-point parameters; "" if it has no name here."""
+    counts = Counter[torch.dtype]()
+    for parameter in model.parameters():
+        counts[parameter.dtype] += parameter.numel() * parameter.is_floating_point()
+    most = max(counts, key=counts.__getitem__, default=None)
+    return next((name for name, dtype in _DTYPES.items() if dtype is most), "")
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
