@@ -36,8 +36,10 @@ def programs() -> None:
             assert torch.equal(program(model)(X), expected), "also there, as long as the block lasts"
         with torch.no_grad():
             assert torch.equal(program(plain)(X), expected)
-    with refused("would make a program of parameters"):
-        torch.jit.trace(model[0], X, check_trace=False)
+    for part in (model[0], nn.Sequential(model[0]), nn.Sequential(model)):
+        for program in PROGRAMS[:2]:
+            with refused("would make a program of parameters"):
+                program(part)
     with refused("would make a program of parameters"):
         torch.jit.trace(model.forward, X, check_trace=False)
     train(model, optimizer)

@@ -50,6 +50,7 @@ from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._sharding.sharded_step import sharded_components
 from ps_core.engine._support.counters import Counters
+from ps_core.engine._support.refuse_programs import refuse_script
 from ps_core.engine._unmatched_patterns import log_unmatched_patterns, warn_of_gradients
 
 
@@ -284,11 +285,7 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
     refuse_compiled(model)
     refuse_lazy(model)
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedParameter(
-                f"{name or type(model).__name__!r} is TorchScript, which reads parameters past every hook: build the "
-                "model from the Python module"
-            )
+        refuse_script(name or type(model).__name__, module)
         if isinstance(module, HostEmbedding):
             module.check()
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:

@@ -78,7 +78,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         self._bring_in(engine, wanted)
         if len(wanted) == len(engine.records):  # then the model can be copied
             self._hooks = hooks
-            hooks.state_dict_hooks.remove()
+            hooks.remove_from_modules()
 
     @defer_interrupts
     def _finish(self) -> None:
@@ -110,14 +110,14 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         given, self._given = self._given, {}
         self._held.clear()
         engine.usability.mark_materialized(on=False)
-        if self._hooks is not None:
-            self._hooks.state_dict_hooks.install()
         values = self._take_exchanged()
         found = {record: values.get(record.parameter, record.parameter).detach() for record in given}
         for record in given:
             record.parameter.__class__ = ManagedParameter
             set_data(record.parameter, record.placeholder)
             accept_changes(record)
+        if self._hooks is not None:
+            self._hooks.install_on_modules()
         for record, before in given.items():
             if before is not None:
                 _check_shape(record, found[record])

@@ -19,6 +19,7 @@ from ps_core.engine._execution.compiled_blocks import OPTIMIZED_MODULE, Compiled
 from ps_core.engine._execution.driver_protocols import Scheduler
 from ps_core.engine._execution.end_management import ModelLifetime, return_parameters
 from ps_core.engine._execution.engine import Engine
+from ps_core.engine._execution.module_guards import ModuleGuards
 from ps_core.engine._execution.parameter_access import accept_gradient
 from ps_core.engine._execution.parameters_added_later import take_in, train_frozen
 from ps_core.engine._execution.pass_threads import FORWARD
@@ -74,7 +75,8 @@ class ModelHooks:
         self._blocks = CompiledBlocks(engine)
         self._handles: list[RemovableHandle] = []
         self._first = engine.records[0].name
-        self.state_dict_hooks = StateDictHooks(model, engine.state_dicts, self._first)
+        self._state_dict_hooks = StateDictHooks(model, engine.state_dicts, self._first)
+        self._guards = ModuleGuards()
         self._owner_ids: list[int] = []
         self._parameters: list[nn.Parameter] = []
         """The parameters that `_look_at` found the last time."""
@@ -99,7 +101,7 @@ class ModelHooks:
         self._owner_ids, self._parameters, _ = _look_at(model)
         self._around = ModuleCallWrapper(model, self._run, self._before_script)
         self._blocks.refresh(model)
-        self.state_dict_hooks.install()
+        self.install_on_modules()
         hang = self._handles.append  # store each handle at once: a later registration may fail
         for record in self.engine.records:
             if record.parameter.requires_grad:
@@ -108,10 +110,22 @@ class ModelHooks:
                 self._frozen.append(record)
         self._lifetime.watch(model)
 
+    def install_on_modules(self) -> None:
+        """Install what every module of the model has; until `remove_from_modules` the model cannot be copied."""
+        model = self._model()
+        assert model is not None, "it is under management"
+        self._state_dict_hooks.install()
+        self._guards.install(model)
+
+    def remove_from_modules(self) -> None:
+        """Remove what `install_on_modules` installed."""
+        self._state_dict_hooks.remove()
+        self._guards.remove()
+
     @property
     def shared(self) -> tuple[object, ...]:
         """Return the objects that a fake copy of the model shares with it: the hooks refer to them."""
-        return self.engine, self, self.state_dict_hooks
+        return self.engine, self, self._state_dict_hooks
 
     @property
     def has_compiled_blocks(self) -> bool:
@@ -123,7 +137,7 @@ class ModelHooks:
         if self._around is not None:
             self._around.remove()
         self._blocks.remove()
-        self.state_dict_hooks.remove()
+        self.remove_from_modules()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -257,6 +271,7 @@ class ModelHooks:
         name_as_in(model, self.engine.records)
         if any(map(_is_new, parameters)):
             self._take_in(model)
+        self._guards.install(model)
         self._owner_ids, self._parameters = owner_ids, parameters
 
     def name_records(self) -> None:
@@ -305,8 +320,8 @@ class ModelHooks:
             else:
                 self._frozen.append(record)
         move_unmanaged(model, engine.store.device.torch_device)
-        self.state_dict_hooks.remove()
-        self.state_dict_hooks.install()
+        self.remove_from_modules()
+        self.install_on_modules()
         self._lifetime.watch(model)
 
     # The end.

@@ -23,6 +23,7 @@ from ps_core.engine._parameters.grouping import Grouping, named
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._support.checksum import checksum
 from ps_core.engine._support.interrupts import defer_interrupts_installing
+from ps_core.engine._support.refuse_programs import refuse_script
 
 
 @defer_interrupts_installing
@@ -54,6 +55,9 @@ def take_in(
     engine: Engine, model: nn.Module, group: Callable[[nn.Module], Grouping], *, accumulates: bool
 ) -> list[ParamState]:
     """Put parameters that were added to a model under management, in groups of their own; return their records."""
+    for name, module in model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            refuse_script(name, module)
     known = {record.name for record in engine.records}
     tied = find_ties(nn.ParameterList(parameter for _, parameter in named(model)))
     for name, parameter in named(model):

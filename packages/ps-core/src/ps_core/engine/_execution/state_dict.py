@@ -122,6 +122,8 @@ class StateDictHooks:
         assert model is not None, "it is under management"
         hang = self._handles.append
         for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks, and has no managed parameters
+                continue
             part: Any = module  # half of torch's registering methods have no types
             hang(part.register_state_dict_pre_hook(self._collect))
             hang(part.register_state_dict_post_hook(partial(self._collected)))  # torch marks the function it is given

@@ -6,6 +6,7 @@ Such a program refers to the memory that parameters have now, which is given to 
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch._C import _TorchDispatchModeKey
 
 from ps_core._errors import UnsupportedParameter
@@ -21,6 +22,14 @@ def not_a_program(maker: str = "torch.jit (script, trace or an export that uses 
         f"{maker} would make a program of parameters that are under management, whose memory comes and goes: "
         "make it of a copy: plain = copy.deepcopy(model) inside `with materialized(model):`"
     )
+
+
+def refuse_script(name: str, module: nn.Module) -> None:
+    """Raise if a module is TorchScript; ``name``: its name, for the message."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedParameter(
+            f"{name!r} is TorchScript, which reads parameters past every hook: build the model from the Python module"
+        )
 
 
 def check_call(name: str) -> None:
