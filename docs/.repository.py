@@ -9,7 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 
 README = Path(__file__).parents[1] / "README.md"
 _PLACE = re.compile(r"<!-- README: (.+?) -->\n.*?<!-- end -->\n", re.DOTALL)
-"""Where the site has a section of the README by this heading, and the repository a link to it."""
+"""Match a link to a section of the README; group 1 is its heading. The site shows the section in the link's place."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -25,7 +25,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def _section(heading: str) -> str:
-    """Return the README's text below a heading, with links as a page in ``docs`` has them."""
+    """Return the README's text below a heading; links are relative to ``docs``."""
     below = README.read_text("utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     if not below:
         raise ValueError(f"README.md has no section {heading!r}")

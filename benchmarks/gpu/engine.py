@@ -82,11 +82,11 @@ COMPARED = (
         Case(name="bf16 and fp32 masters, nothing recomputed, 1.3B", how="masters", warm_ups=2, checkpoint=False,
              **B13),
     )),
-    Group(limit_s=130.0, cases=(
+    Group(limit_s=120.0, cases=(
         Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, **B13),
         Case(name="torchao's CPUOffloadOptimizer, 1.3B", how="torchao", warm_ups=2, **B13),
     )),
-    Group(limit_s=170.0, cases=(
+    Group(limit_s=150.0, cases=(
         Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, **B13),
         Case(name="DeepSpeed, ZeRO 2 with CPU offload, 1.3B", how="deepspeed", warm_ups=2, **B13),
     )),

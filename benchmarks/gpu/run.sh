@@ -50,8 +50,8 @@ end=$(($(date +%s) + ${LIMIT:-570}))
 : >"$out/log.txt"
 
 # part NAME SECONDS COMMAND...: run under a limit, keep what it says, go on if it fails. SECONDS becomes what is left
-# where that is less; @LEFT in the command becomes it, less what ending takes. The groups of engine.py have limits of
-# their own: those of training and compared sum to their part's @LEFT at most.
+# where that is less; @LEFT in the command becomes it, less what ending takes. The groups in engine.py have limits of
+# their own. For training and compared these add up to at most @LEFT, if the part gets all of SECONDS.
 part() {
     name=$1 limit=$2
     shift 2
@@ -143,7 +143,7 @@ if is_wanted sizes; then
     [ -d "$scratch/timelines" ] && "$python" -m zipfile -c "$out/timelines.zip" "$scratch/timelines/"*
 fi
 is_wanted training && part training 505 $engine --json "$out/training.json"
-is_wanted compared && part compared 565 $engine --compared --json "$out/compared.json"
+is_wanted compared && part compared 535 $engine --compared --json "$out/compared.json"
 is_wanted tests && part tests 150 $pytest $own
 [ -n "$dry" ] && is_wanted tests && part exercise 200 "$python" benchmarks/gpu/exercise.py --dry-run
 is_wanted kernels && part kernels 150 "$python" benchmarks/gpu/kernels.py $dry --json "$out/kernels.json"

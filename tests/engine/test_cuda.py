@@ -177,7 +177,7 @@ def test_host_memory_that_the_computer_does_not_give_is_the_budgets() -> None:
     with runtime:
         with pytest.raises(
             InvalidInput,
-            match=r"^Budget\.host: this computer does not give [\d,]+ bytes of host memory \(.*\); expected a smaller "
+            match=r"^Budget\.host: cannot allocate [\d,]+ bytes of host memory \(.*\); expected a smaller "
             r"Budget\(host=\.\.\.\)$",
         ):
             chunked(model, AdamW(), device=CudaDevice(runtime), budget=budget, options=Options(group_bytes=2048))

@@ -324,7 +324,7 @@ def test_a_group_beyond_the_host(device: int, what: str, needed: int, tmp_path: 
 def test_no_memory_to_speak_of() -> None:
     with pytest.raises(
         DoesNotFit,
-        match=r'Budget\(device=\d+\): [\d.,]+ \w+ more \(24 is so many bytes: did you mean "24GiB"\?\)(.|\n)*'
+        match=r'Budget\(device=\d+\): [\d.,]+ \w+ more \(24 without a unit is 24 bytes; did you mean "24GiB"\?\)(.|\n)*'
         r"TiledLinear\.from_linear\(model\.get_submodule\('0'\), 64\)",
     ):
         chunked(nn.Sequential(nn.Linear(64, 64, bias=False)), AdamW(), device="emulated", budget=Budget(device=24))
@@ -333,10 +333,10 @@ def test_no_memory_to_speak_of() -> None:
 @pytest.mark.parametrize(
     ("budget", "asks"),
     [
-        (Budget(device="24"), '(24 is so many bytes: did you mean "24GiB"?)'),
-        (Budget(device=24, host=64), '(24 is so many bytes: did you mean "24GiB"? 64 is so many bytes: did you mean'),
-        (Budget(device="32KiB", host=64), '(64 is so many bytes: did you mean "64GiB"?)'),
-        (Budget(device=4095), '(4095 is so many bytes: did you mean "4095GiB"?)'),
+        (Budget(device="24"), '(24 without a unit is 24 bytes; did you mean "24GiB"?)'),
+        (Budget(device=24, host=64), 'did you mean "24GiB"? 64 without a unit is 64 bytes; did you mean "64GiB"?)'),
+        (Budget(device="32KiB", host=64), '(64 without a unit is 64 bytes; did you mean "64GiB"?)'),
+        (Budget(device=4095), '(4095 without a unit is 4095 bytes; did you mean "4095GiB"?)'),
         (Budget(device=4096), ""),
         (Budget(device="24B"), ""),
         (Budget(device=0), ""),

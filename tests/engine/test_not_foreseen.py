@@ -91,7 +91,7 @@ def test_a_model_without_a_loss_is_not_worth_a_line(kind: str, device: Any, capl
     with caplog.at_level("DEBUG", "ps_core"):
         train(Returns(make), device, loss_of)
     assert caplog.messages[:2] == [
-        "Returns: tracing the first pass with fake tensors",
+        "Returns: tracing the pass with fake tensors",
         f"Returns: not foreseen (the model returns no loss){REST}",
     ]
 

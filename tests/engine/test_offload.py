@@ -275,7 +275,7 @@ def test_a_larger_batch_is_planned_anew() -> None:
     got = managed(run, settings, stand_in, Budget(device="128KiB", host=HOST))
     assert not differences(plain(run, settings), got)
     (counted,) = got.statistics
-    assert (counted.replans, counted.planned_passes) == (0, 5), "each larger batch is foreseen"
+    assert (counted.replans, counted.planned_passes) == (2, 5), "each larger batch is traced first"
 
 
 @pytest.mark.parametrize("bare", [False, True])
@@ -297,7 +297,7 @@ def test_a_larger_batch_where_the_host_has_no_room_for_all_activations(host: str
     got = managed(run, settings, "emulated", Budget(device="36KiB", host=host))
     assert not differences(plain(run, settings), got)
     (counted,) = got.statistics
-    assert (counted.replans, counted.planned_passes) == ((1, 2) if bare else (0, 4))
+    assert (counted.replans, counted.planned_passes) == ((1, 2) if bare else (1, 4))
     assert counted.tiers["device"].peak_bytes <= 36 * 1024
 
 
@@ -375,7 +375,7 @@ def test_a_refused_larger_batch_leaves_no_larger_slots() -> None:
     """A smaller activation in a larger slot would take host memory that the next blocks need."""
     budget = Budget(device="70KiB", host="160KiB")
     with chunked_model(Net(bare=True), device="emulated", budget=budget, precision="fp32") as (model, optimizer):
-        with pytest.raises(DoesNotFit, match="moving activations there"):
+        with pytest.raises(DoesNotFit, match="moving activations there', more than the 163,840 bytes"):
             loss_of(model(torch.randn(ROWS + 8, WIDTH))).backward()
         optimizer.zero_grad()
         for _ in range(3):

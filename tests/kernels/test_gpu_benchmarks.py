@@ -61,14 +61,14 @@ def test_the_largest_model_is_looked_for_from_where_the_bytes_end(
 
 @pytest.mark.parametrize(("part", "groups"), [("training", "GROUPS"), ("compared", "COMPARED")])
 def test_a_part_has_time_for_all_of_its_groups(script: Any, part: str, groups: str) -> None:
-    """So has a call, by default."""
+    """A call has time for the part, by default, and for looking at the machine before it."""
     text = (FOLDER / "run.sh").read_text("utf-8")
     limit, ending = (
         int(re.findall(pattern, text)[0]) for pattern in (rf"&& part {part} (\d+) ", r'"\$\(\(limit - (\d+)\)\)"')
     )
     (call,) = set(re.findall(r"\$\{LIMIT:-(\d+)\}", text))
     assert sum(group.limit_s for group in getattr(script("engine"), groups)) <= limit - ending
-    assert limit <= int(call)
+    assert limit + 30 <= int(call)
 
 
 A_PARAMETER = {"plain": 18, "masters": 18, "fsdp2": 6, "torchao": 4, "deepspeed": 4}

@@ -54,7 +54,7 @@ def test_a_trace_without_tokens_has_no_rate_of_tokens(capsys: pytest.CaptureFixt
     assert "token" not in out
     (tmp_path / "t.json").write_text(traced.to_json(), encoding="utf-8")
     _, out, _ = run(capsys, *words, "--accumulate", "3")
-    assert ", 64 tokens each and micro-batch, 3 micro-batches, bf16" in out
+    assert ", 64 tokens each in a micro-batch, 3 micro-batches, bf16" in out
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ class DoesNotFit(PatrickStarError):
     """Say that no plan exists within the budgets.
 
     ``needed_bytes`` and ``available_bytes`` are those of one tier (or of all tiers) at one moment. ``proven`` True: no
-    plan can exist. ``proven`` False: this planner found none, for a budget within one largest extent of the lower
-    bound.
+    plan can exist. ``proven`` False: the planner found none, for a budget within one largest extent of the lower
+    bound; or a pass found no room, where another plan might.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class DoesNotFit(PatrickStarError):
         self.available_bytes = available_bytes
         self.proven = proven
         self.remedies = remedies
-        why = "more than" if proven else "within one extent of"
+        why = "more than" if proven or needed_bytes > available_bytes else "within one extent of"
         lines = [
             f"does not fit: {tier} needs {needed_bytes:,} bytes at {moment!r}, "
             f"{why} the {available_bytes:,} bytes it has"

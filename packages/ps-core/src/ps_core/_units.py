@@ -16,7 +16,7 @@ ALIGNMENT_BYTES = 128
 """Every slot starts and ends on this boundary, on every tier."""
 
 _FEW_BYTES = 4096
-"""A smaller number without a unit is no size that a memory has."""
+"""A smaller number without a unit is taken for a mistake."""
 
 MOST_WHOLE = 2**62
 """The largest whole number that is accepted: more bytes or elements than any computer has."""
@@ -74,7 +74,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def meant_as_gib(size: int | str | None) -> str:
-    """Return ``"24GiB"`` for 24, which surely was not meant as so many bytes; "" for any other size."""
+    """Return ``"24GiB"`` for 24: a small size without a unit is probably in GiB. Return "" for any other size."""
     text = str(size).strip()
     return f"{int(text)}GiB" if text.isdecimal() and 0 < int(text) < _FEW_BYTES else ""
 

@@ -56,7 +56,7 @@ ASSUMED_MACHINE = "a100-40"
 _LEFT_FREE = 0.9
 """The fraction of this computer's available memory that a plan may use if no host memory is given."""
 _LONGEST_TRACE_BYTES = 2**30
-_FROM_CONFIG = "; for a Hugging Face model give its config.json: --hf FILE"
+_FROM_CONFIG = " (for a Hugging Face model: --hf config.json)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -239,9 +239,7 @@ def _subject(options: argparse.Namespace) -> Subject:
         try:
             named = shape(options.model, vocabulary=options.vocab)
         except InvalidInput as error:
-            if options.model.lower().startswith(("gpt", "bert")):
-                raise
-            raise InvalidInput(f"{error}{_FROM_CONFIG}".replace("?;", "?")) from error
+            raise InvalidInput(f"{error}{_FROM_CONFIG}") from error
         return replace(named, positions=max(named.positions, options.seq))
     found = shape_from_config(Path(options.hf))
     return found if options.vocab is None else replace(found, vocabulary=options.vocab)
@@ -252,8 +250,8 @@ def _compare_precision(trace: Trace, options: argparse.Namespace) -> None:
     found, wanted = trace.precision, options.precision
     if found and (found == "fp32") is not (wanted == "fp32"):
         tell(
-            f"pstar: warning: the trace was recorded in {found}, so its activations have the size of {found}, and the "
-            f'plan is for {wanted}: record it with trace(..., precision="{wanted}"), or add --precision {found}',
+            f"pstar: warning: the trace was recorded in {found}, but the plan is for {wanted}, so the sizes of "
+            f'activations are wrong: record it with trace(..., precision="{wanted}"), or use --precision {found}',
             sys.stderr,
         )
 

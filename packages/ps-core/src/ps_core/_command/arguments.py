@@ -144,6 +144,6 @@ def _size(text: str) -> int:
         found = parse_bytes(text)
     except InvalidInput as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if meant_as_gib(text):
-        raise argparse.ArgumentTypeError(f"{found} is so many bytes; did you mean {meant_as_gib(text)}?")
+    if meant := meant_as_gib(text):
+        raise argparse.ArgumentTypeError(f"{found} without a unit is {found} bytes; did you mean {meant}?")
     return found

@@ -258,7 +258,7 @@ def _heading(case: Case) -> list[str]:
     where = f"{cluster.gpus} {kind[cluster.gpus > 1]}" + (f" in {cluster.nodes} nodes" if cluster.nodes > 1 else "")
     where += f", {cluster.copies} copies" if cluster.copies > 1 else ""
     facts = [f"{format_count(case.subject.parameters)} parameters", f"{where} ({training.machine.name})"]
-    each = "each and micro-batch" if training.accumulate > 1 else "each"
+    each = "each in a micro-batch" if training.accumulate > 1 else "each"
     if not isinstance(case.subject, Trace):
         facts.append(f"batch {training.batch} x {training.seq} {each}")
     elif case.subject.tokens:

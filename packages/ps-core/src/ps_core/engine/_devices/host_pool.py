@@ -140,7 +140,7 @@ class HostPool:
             return self._make(size)
         except InvalidArgument as error:
             raise InvalidInput(
-                f"Budget.host: this computer does not give {size:,} bytes of host memory ({error.__cause__ or error}); "
+                f"Budget.host: cannot allocate {size:,} bytes of host memory ({error.__cause__ or error}); "
                 "expected a smaller Budget(host=...)"
             ) from None
 

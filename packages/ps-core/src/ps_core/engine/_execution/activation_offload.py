@@ -103,7 +103,7 @@ def _way_for(module: nn.Module, engine: Engine | None, tensors: tuple[torch.Tens
     if engine is None:
         return _Copied() if any(each.is_cuda for each in tensors) else None
     passes = engine.passes
-    engine.activations.keep_clear_of(passes.scheduler.plan, strictly=passes.driver is not passes.demand)
+    engine.activations.keep_clear_of(passes.scheduler.plan, avoid_plan=passes.driver is not passes.demand)
     return _ByEngine(engine)
 
 
@@ -138,13 +138,20 @@ class _ByEngine:
             activation.note_recorded(*passes.make_activation(activation.nbytes))
             driver = passes.driver
             if not (activation.name and isinstance(driver, PlanDriver) and driver.activations.keep(activation)):
-                try:
-                    self._room.offload(activation, bytes_of(tensor))
+                if self._offload(activation, tensor):
                     self._launched = True
-                except DoesNotFit as why:  # the host has no room, but the device may
-                    if isinstance(driver, PlanDriver) and not driver.has_room_for(activation):
-                        passes.diverge(Diverged("an activation stays that the plan has no room for"))
-                    self._engine.store.ledger.note_not_offloaded(activation.nbytes, why)
+                elif isinstance(driver, PlanDriver) and not driver.has_room_for(activation):
+                    name = activation.name or "an activation"
+                    passes.diverge(Diverged(f"{name} stays on the accelerator, where the plan has no room for it"))
+
+    def _offload(self, activation: OffloadedActivation, tensor: torch.Tensor) -> bool:
+        """Copy an activation to a slot of its own; return False where that has no room: the device may have it."""
+        try:
+            self._room.offload(activation, bytes_of(tensor))
+        except DoesNotFit as why:
+            self._engine.store.ledger.note_not_offloaded(activation.nbytes, why)
+            return False
+        return True
 
     def _move_late(self, activation: weakref.ref[OffloadedActivation]) -> None:
         found = activation()
@@ -199,8 +206,10 @@ class _ByEngine:
             activation.hold(tensor)
         elif activation.slot is None:
             with self._passes.nonmodel.paused(), torch.no_grad():
-                self._room.offload(activation, bytes_of(tensor))
-                self._room.finish_offloads()
+                if self._offload(activation, tensor):
+                    self._room.finish_offloads()
+                else:
+                    activation.hold(tensor)
         return tensor
 
 

@@ -111,14 +111,14 @@ class ModelHooks:
         self._lifetime.watch(model)
 
     def install_on_modules(self) -> None:
-        """Install what every module of the model has; until `remove_from_modules` the model cannot be copied."""
+        """Install the hooks of state dicts and the guards on all modules; the model cannot be copied until they go."""
         model = self._model()
         assert model is not None, "it is under management"
         self._state_dict_hooks.install()
         self._guards.install(model)
 
     def remove_from_modules(self) -> None:
-        """Remove what `install_on_modules` installed."""
+        """Remove the hooks of state dicts and the guards from all modules."""
         self._state_dict_hooks.remove()
         self._guards.remove()
 

@@ -1,7 +1,7 @@
 """Refuse conversions of modules with managed parameters before any buffer is converted, and TorchScript of them.
 
 ``nn.Module._apply`` carries out ``to``, ``half``, ``to_empty`` and the like: children first, then parameters, then
-buffers. A managed parameter refuses when its turn comes, after other buffers have changed. So each module above a
+buffers. A managed parameter refuses only when that reaches it, after other buffers have changed. So each module above a
 managed parameter has an ``_apply`` of its own. That first runs the class's ``_apply`` with a function that converts
 nothing, to find the managed parameters that the conversion reaches. It converts these, then the rest. No class of
 PyTorch's or the user's is changed.
@@ -33,7 +33,7 @@ class ModuleGuards:
 
     @defer_interrupts_installing
     def install(self, model: nn.Module) -> None:
-        """Guard the modules that have managed parameters now and no guard yet, nor an ``_apply`` of the user's."""
+        """Guard each module that has managed parameters, no guard yet, and no ``_apply`` among its own attributes."""
         self._guards = [guard for guard in self._guards if guard.in_place]
         for module in model.modules():
             if _APPLY not in vars(module) and _holds_managed(module):
@@ -61,11 +61,11 @@ class ModuleGuard:
         module = self._module()
         assert module is not None, "it is being converted"
         cls: Any = type(module)  # `_apply` has no types
-        if not isinstance(fn, _ManagedApart) and _holds_managed(module):
-            apart = _ManagedApart(fn)
-            cls._apply(module, apart, *args, **kwargs)
-            apart.convert_managed()
-            fn = apart
+        if not isinstance(fn, _SkipManaged) and _holds_managed(module):
+            skip = _SkipManaged(fn)
+            cls._apply(module, skip, *args, **kwargs)
+            skip.convert_managed()
+            fn = skip
         return cls._apply(module, fn, *args, **kwargs)
 
     @property
@@ -80,7 +80,9 @@ class ModuleGuard:
         """Guard the module's copy, which the engine makes with fake tensors; hooks refuse any other copy."""
         copied = memo.get(id(self._module()))
         if copied is None:
-            raise TypeError("a module copies its attributes by a __deepcopy__ of its own, which leaves the memo out")
+            raise TypeError(
+                f"{type(self._module()).__name__}.__deepcopy__ copies attributes without passing on its memo"
+            )
         return ModuleGuard(copied)
 
     @property
@@ -96,7 +98,7 @@ class ModuleGuard:
             del vars(module)[_APPLY]
 
 
-class _ManagedApart:
+class _SkipManaged:
     """Note the managed parameters that a conversion reaches; after `convert_managed` convert all tensors but these."""
 
     def __init__(self, fn: Convert) -> None:

@@ -94,7 +94,7 @@ class PlanDriver:
         return self._executor.activations
 
     def has_room_for(self, activation: OffloadedActivation) -> bool:
-        """Return True if the activation may stay on the device: it did so when the pass was recorded."""
+        """Return True if the activation stayed on the device in the recorded pass: its bytes are counted there."""
         return self._taken.get(activation.name) == {}
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:

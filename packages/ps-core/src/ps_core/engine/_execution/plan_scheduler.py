@@ -80,11 +80,6 @@ class PlanScheduler:
         """Shapes and types of the last call's arguments, and their batch shape."""
         self._tried = False
         """True if the first pass was tried with fake tensors."""
-        self._offloads = False
-        """True if the plan moves activations: then larger batches are tried with fake tensors too.
-
-        On demand all of them go to the host, which may be too small for that where a plan keeps some on the device.
-        """
         self._estimated = False
         """True if the plan is from fake tensors; the pass that it serves is recorded all the same."""
         self._recorded = False
@@ -138,7 +133,7 @@ class PlanScheduler:
     # Passes.
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Look at the root module's arguments; estimate the first pass from them."""
+        """Note the shapes of the root module's arguments; trace and plan a first or a larger pass before it runs."""
         if not self._engine.store.synchronous:
             self._recover()
         if self._engine.stepping.groups and torch.is_grad_enabled():
@@ -146,13 +141,18 @@ class PlanScheduler:
         self._batch = self._batch_of(args, kwargs)
         if not self._setup.training:
             self.maybe_replan()
-        elif (not self._tried or self._offloads) and not self._engine.resident and torch.is_grad_enabled():
+            return
+        offloads = self._plan is not None and self._plan.moves_activations
+        if (offloads or not self._tried) and not self._engine.resident and torch.is_grad_enabled():
             if self._may_estimate and (not self._tried or self._begins_larger_step()):
                 self._foresee(module, args, kwargs)
             self._tried = True  # only now: after an interrupt the next call tries again
 
     def _begins_larger_step(self) -> bool:
-        """Return True if a step begins with a batch larger than the plan's."""
+        """Return True if a step begins with a batch larger than the plan's.
+
+        On demand all activations would go to the host, which may be too small where a plan keeps some on the device.
+        """
         starts = self._engine.passes.recording is None and not self._passes_of_step
         return starts and not self._planned_for.covers(self._batch)
 
@@ -197,22 +197,24 @@ class PlanScheduler:
                 log_line(f"{self._model_name}: no plan leaves more room, so PyTorch's allocator has no cap any more")
 
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Plan the first pass from a fake one, where the model allows that; otherwise it runs on demand."""
+        """Plan the pass from a fake one, where the model allows that; otherwise it runs on demand."""
         engine, recording = self._engine, self._estimate(module, args, kwargs)
         if recording is None:
             return
         try:
             assert self._batch is not None, "the pass is the root module's"
-            self._estimated = self._adopt(recording, self._batch)
+            larger, self._estimated = self._recorded, self._adopt(recording, self._batch)
+            if larger and self._estimated:
+                engine.counters.replanned()
         except DoesNotFit as error:
             if error.tier == engine.store.tiers[0].name:
                 engine.store.ledger.note_foreseen(error.needed_bytes)
             log_line(f"{self._model_name}: does not fit as estimated; this pass runs on demand and is recorded")
 
     def _estimate(self, module: nn.Module, args: Any, kwargs: Any) -> PassRecording | None:
-        """Return the first pass as fake tensors foresee it; None: they cannot."""
+        """Return the pass as fake tensors foresee it; None: they cannot."""
         engine = self._engine
-        say_if_debugging(f"{self._model_name}: tracing the first pass with fake tensors")
+        say_if_debugging(f"{self._model_name}: tracing the pass with fake tensors")
         try:
             return estimate_first_pass(
                 module, args, kwargs, records=engine.records, cast=self._cast, shared=engine.management.shared
@@ -444,5 +446,4 @@ class PlanScheduler:
         self._engine.store.device.trim_host()
         self._engine.store.ledger.note_foreseen(0)
         self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
-        self._offloads = plan.moves_activations
         return True

@@ -8,9 +8,9 @@ A copy to the host runs on the D2H queue, after the computation that made the te
 `ActivationSlots.finish_offloads`, where the compute queue waits for the copy. A copy back waits for what was computed
 so far, because its new memory may have been in use there. What is computed next waits for that copy. Slots are used
 again: a copy into one waits for the copy out of it. They count for the host's budget from their first use on. They use
-what the plan in force leaves free at all times, and later plans get that much less. A pass on demand, which no plan
-serves, may use more. Where the host has no room,
-bytes go on to the disk at once; without a disk the tensor stays on the device.
+what the plan in force leaves free at all times, and later plans get that much less. A pass on demand may also use what
+the plan would use. Where the host has no room, bytes go on to the disk at once. Where the disk has none either, the
+tensor stays on the device.
 """
 
 from __future__ import annotations
@@ -86,14 +86,15 @@ class ActivationSlots:
         self.bytes = 0
         """Bytes of all slots on the host, whether an activation is in them or not."""
         self._plan: Plan | None = None
-        self._strictly = True
+        self._avoids_plan = True
+        """True: no slot may use memory that the plan uses at any time."""
         self._planned_bytes = [0] * len(store.tiers)
         """By tier: the bytes that the plan in force may use at some time."""
         store.free_host_slots_by(self.release_free)
 
-    def keep_clear_of(self, plan: Plan | None, *, strictly: bool) -> None:
-        """Use no memory from now on that this plan uses at any time; unless ``strictly``, only if there is no other."""
-        self._strictly = strictly
+    def keep_clear_of(self, plan: Plan | None, *, avoid_plan: bool) -> None:
+        """Use memory of this plan from now on only where there is no other; if ``avoid_plan``, not even then."""
+        self._avoids_plan = avoid_plan
         if plan is not None and plan is not self._plan:
             ends = [(held.tier, held.offset + held.bytes) for held in plan.home]
             for segment in plan.segments:
@@ -178,17 +179,17 @@ class ActivationSlots:
                 return self._free.pop(place)
         self.release_free()
         tiers, last = self._store.tiers, len(self._store.tiers) - 1
-        for beside_plan in (True,) if self._strictly else (True, False):
+        for with_plan in (True,) if self._avoids_plan else (True, False):
             for tier in (_HOST, last) if self._store.is_disk(last) else (_HOST,):
-                if self._needed(tier, size, beside_plan=beside_plan) <= tiers[tier].capacity_bytes:
+                if self._needed(tier, size, with_plan=with_plan) <= tiers[tier].capacity_bytes:
                     self.bytes += size * (tier == _HOST)
                     return self._store.reserve(tier, size)
-        raise self._too_large(size, self._needed(_HOST, size, beside_plan=self._strictly))
+        raise self._too_large(size, self._needed(_HOST, size, with_plan=self._avoids_plan))
 
-    def _needed(self, tier: int, size: int, *, beside_plan: bool) -> int:
-        """Return the bytes that a tier needs with a new slot; ``beside_plan``: and with all that is planned."""
+    def _needed(self, tier: int, size: int, *, with_plan: bool) -> int:
+        """Return the bytes that a tier needs with a new slot; ``with_plan``: and with all that the plan ever uses."""
         ledger, own = self._store.ledger, self.bytes * (tier == _HOST)
-        planned = self._planned_bytes[tier] + ledger.fixed_host_bytes * (tier == _HOST) if beside_plan else 0
+        planned = self._planned_bytes[tier] + ledger.fixed_host_bytes * (tier == _HOST) if with_plan else 0
         return max(planned, ledger.used_bytes[tier] - own) + own + size
 
     def _too_large(self, size: int, needed: int) -> DoesNotFit:

@@ -41,7 +41,7 @@ def suggest_budget(limits: TierBudget, tier: int, needed_bytes: int) -> str:
     """Write the Budget that gives a tier so many bytes, and how much more that is; ask about sizes without a unit."""
     budget = limits.given.budget
     small = {size: meant for size in (budget.device, budget.host, budget.disk) if (meant := meant_as_gib(size))}
-    asked = [f'{size} is so many bytes: did you mean "{meant}"?' for size, meant in small.items()]
+    asked = [f'{size} without a unit is {size} bytes; did you mean "{meant}"?' for size, meant in small.items()]
     return _larger_budget(limits, tier, needed_bytes) + (f" ({' '.join(asked)})" if asked else "")
 
 

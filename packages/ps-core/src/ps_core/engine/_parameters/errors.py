@@ -34,10 +34,10 @@ def compute_tier_too_small(
 ) -> DoesNotFit:
     """Return the error for a moment that the compute tier cannot hold. ``whole``: no moment of the pass needs more.
 
-    Where it could hold the moment without activations that the host had no room for, the error is the host's.
+    Where a pass would fit without activations that the host had no room for, the error is the host's.
     """
     capacity, not_offloaded_why = store.tiers[0].capacity_bytes, store.ledger.not_offloaded_why
-    if not_offloaded_why is not None and needed_bytes - store.ledger.not_offloaded_bytes <= capacity:
+    if not whole and not_offloaded_why is not None and needed_bytes - store.ledger.not_offloaded_bytes <= capacity:
         return copy(not_offloaded_why)  # without its frames, which would keep the pass's tensors alive
     needed_bytes = align_up(max(needed_bytes, store.ledger.foreseen_bytes))
     group = max(groups, key=lambda group: (not group.pinned, group.chunk_numel))

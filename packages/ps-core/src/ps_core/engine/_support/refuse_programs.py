@@ -28,7 +28,7 @@ def refuse_script(name: str, module: nn.Module) -> None:
     """Raise if a module is TorchScript; ``name``: its name, for the message."""
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedParameter(
-            f"{name!r} is TorchScript, which reads parameters past every hook: build the model from the Python module"
+            f"{name!r} is TorchScript, which reads parameters without calling hooks: use the Python module instead"
         )
 
 
