@@ -41,7 +41,7 @@ class DoesNotFit(PatrickStarError):
 
     ``needed_bytes`` and ``available_bytes`` are those of one tier (or of all tiers) at one moment. ``proven`` True: no
     plan can exist. ``proven`` False: the planner found none, for a budget within one largest extent of the lower
-    bound; or a pass found no room, where another plan might.
+    bound. Or a pass found no room, where another plan might.
     """
 
     def __init__(

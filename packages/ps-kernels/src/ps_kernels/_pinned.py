@@ -121,7 +121,7 @@ class PinnedArena:
         try:
             self._mapping = _Mapping(-1, bytes, **private)
         except OSError as error:
-            raise InvalidArgument(f"bytes: this computer does not give {bytes:,} bytes ({error})") from error
+            raise InvalidArgument(f"bytes: cannot allocate {bytes:,} bytes ({error})") from error
         self._mapping.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._windows: list[ref[ctypes.Array[ctypes.c_char]]] = []
         self._closed = False

@@ -121,7 +121,7 @@ class CpuDevice:
         except InvalidArgument as error:
             reason = error.__cause__ or error
             raise InvalidInput(
-                f"{kind}: this computer does not give {size_bytes:,} bytes ({reason}); expected a smaller Budget"
+                f"{kind}: cannot allocate {size_bytes:,} bytes ({reason}); expected a smaller Budget"
             ) from None
 
     def copy(self, queue: Queue, target: torch.Tensor, source: torch.Tensor) -> None:
