@@ -21,6 +21,7 @@ from ps_core.engine import chunked, load_checkpoint, save_checkpoint, statistics
 from ps_core.engine._execution.hooks import hooks_of
 from test_host_worker import late_device
 from test_late_parameters import Net, X, add_layer
+from test_offload import Net as Offloading
 from test_virtual_clock import NEAR, check_profile, train
 
 SIZES = {"bf16": ("72KiB", "110KiB"), "fp32": ("144KiB", "200KiB")}
@@ -72,6 +73,29 @@ def test_the_same_bits(precision: str, size: str, device: str) -> None:
     assert all(map(torch.equal, right, got))
     assert (found.divergences, found.planned_passes) == (0, 5)
     assert found.steps == 6
+
+
+def test_gradients_of_inputs_step_nothing() -> None:
+    """`torch.autograd.grad` makes no gradients of parameters, so that another pass may follow it."""
+    found = []
+    for told in ({"device": "cpu"}, {"device": "emulated", "budget": Budget(device="110KiB", host="200KiB")}):
+        torch.manual_seed(0)
+        step = "after_backward" if told["device"] == "cpu" else "in_backward"
+        model, optimizer = chunked(Offloading(), AdamW(lr=0.01), precision="fp32", options=Options(step=step), **told)
+        logs = []
+        for index in range(4):
+            x = torch.randn(65, 32, generator=torch.Generator().manual_seed(index))
+            model(x).backward()
+            within = len(stepped(model))
+            optimizer.step()
+            x.requires_grad_()
+            logs += torch.autograd.grad(model(x), x)
+            assert not stepped(model)
+            optimizer.zero_grad()
+        assert bool(within) is (step == "in_backward")
+        found.append(logs + [value.clone() for value in model.state_dict().values()])
+        let_go(model)
+    assert all(map(torch.equal, *found))
 
 
 class ReadAgain(nn.Module):

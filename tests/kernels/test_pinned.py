@@ -64,9 +64,7 @@ def test_alignment_and_zeros(size: int) -> None:
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        pytest.param(
-            2**60, r"bytes: cannot allocate 1,152,921,504,606,846,976 bytes \(.+\)", id="address space"
-        ),
+        pytest.param(2**60, r"bytes: cannot allocate 1,152,921,504,606,846,976 bytes \(.+\)", id="address space"),
         pytest.param(
             10**400, "bytes: expected at most 9223372036854775807, found a whole number of 1329 bits", id="400 digits"
         ),

@@ -19,6 +19,7 @@ from ps_core.engine._gradients.gradient_sums import Launch
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._optim.group_step import SettingsOf, step_group
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.state_transitions import GradientPlace
 
 
 class StepInBackward:
@@ -45,8 +46,10 @@ class StepInBackward:
     def step(self, group: ParamGroup, slots: Mapping[Kind, Slot], launch: Launch) -> None:
         """Step a group whose gradient is complete; its work raises before it changes anything if that is not finite."""
         settings_of = self.settings()
+        used = any(record.gradient is not GradientPlace.NONE for record in group.tensors)
         step_group(group, slots, settings_of, 1.0, launch, finite=True)
-        self.groups[group] = settings_of
+        if used:  # `torch.autograd.grad` makes no gradients of parameters
+            self.groups[group] = settings_of
 
     def check_pass(self) -> None:
         """Raise before a second pass of a step, which would compute with partly stepped weights."""
