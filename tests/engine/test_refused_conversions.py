@@ -271,3 +271,11 @@ def test_a_model_without_references_is_freed_at_once() -> None:
         assert all(each() is None for each in found)
     finally:
         gc.enable()
+
+
+def test_a_shallow_copy_whose_original_is_gone_is_refused() -> None:
+    model, _ = managed("cpu")
+    copied = copy.copy(model[1])
+    model[1] = nn.Identity()
+    with pytest.raises(UnsupportedParameter, match=r"copy\.copy\(\)"):
+        copied.half()

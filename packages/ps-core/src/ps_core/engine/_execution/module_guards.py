@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ps_core._errors import UnsupportedParameter
 from ps_core.engine._gradients.managed_grad import ManagedGrad
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_core.engine._support.interrupts import defer_interrupts_installing
@@ -59,7 +60,11 @@ class ModuleGuard:
     def __call__(self, fn: Convert, *args: Any, **kwargs: Any) -> Any:
         """Convert the module, unless that would give a managed parameter other memory."""
         module = self._module()
-        assert module is not None, "it is being converted"
+        if module is None:
+            raise UnsupportedParameter(
+                "this module was made by copy.copy() from one under management, and cannot be converted: use "
+                "copy.deepcopy(model) inside `with materialized(model):`"
+            )
         cls: Any = type(module)  # `_apply` has no types
         if not isinstance(fn, _SkipManaged) and _holds_managed(module):
             skip = _SkipManaged(fn)
