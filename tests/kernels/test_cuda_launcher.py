@@ -272,7 +272,7 @@ def test_the_script_runs_every_part_where_there_is_one(tmp_path: Path, recorder:
     calls = (tmp_path / "calls").read_text("utf-8")
     parts = (
         "gpu/ladder.py", "doctor --calibrate", "gpu/engine.py --seconds 225 --sizes --json",
-        "gpu/engine.py --seconds 490 --json", "gpu/engine.py --seconds 550 --compared --json", "gpu/test_cuda.py",
+        "gpu/engine.py --seconds 490 --json", "gpu/engine.py --seconds 520 --compared --json", "gpu/test_cuda.py",
         "gpu/kernels.py --json", "gpu/test_engine.py", "gpu/test_ranks.py", "gpu/test_sanitizer.py",
         "gpu/engine.py --seconds 485 --largest --json",
     )  # fmt: skip

@@ -30,10 +30,9 @@ def test_models_from_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "64 tokens each" in out
 
 
-def test_a_config_is_not_suggested_for_names_of_any_size(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--hf" not in run(capsys, "plan", "gpt-1.3b")[2]
-    assert "--hf" not in run(capsys, "plan", "bert-0x256")[2]
-    assert "--hf" in run(capsys, "plan", "mistral-7b")[2]
+def test_a_config_is_suggested_for_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("gpt-neox-20b", "mistral-7b"):
+        assert "(for a Hugging Face model: --hf config.json)" in run(capsys, "plan", name)[2]
 
 
 def test_a_trace_without_tokens_has_no_rate_of_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -81,4 +80,4 @@ def test_a_trace_of_another_precision_is_told(
         assert err.count("\n") == warns
         if warns:
             assert err.startswith(f"pstar: warning: the trace was recorded in {recorded}, ")
-            assert f'trace(..., precision="{planned}"), or add --precision {recorded}' in err
+            assert f'trace(..., precision="{planned}"), or use --precision {recorded}' in err
