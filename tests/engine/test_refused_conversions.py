@@ -279,3 +279,21 @@ def test_a_shallow_copy_whose_original_is_gone_is_refused() -> None:
     model[1] = nn.Identity()
     with pytest.raises(UnsupportedParameter, match=r"copy\.copy\(\)"):
         copied.half()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_shallow_copy_in_a_part_s_place_gets_its_own_guard(device: str) -> None:
+    model, optimizer = managed(device)
+    train(model, optimizer)
+    model[1] = copy.copy(model[1])
+    gc.collect()
+    train(model, optimizer)
+    with refused_without_change(model):
+        model.half()
+    with materialized(model):
+        copy.deepcopy(model)
+    assert model[1].float() is model[1]
+    model[1] = copy.copy(model[1])
+    gc.collect()
+    assert release(model).half()[1].own.dtype is torch.float16
+    copy.deepcopy(model)

@@ -120,7 +120,7 @@ class ModelHooks:
     def remove_from_modules(self) -> None:
         """Remove the hooks of state dicts and the guards from all modules."""
         self._state_dict_hooks.remove()
-        self._guards.remove()
+        self._guards.remove(self._model())
 
     @property
     def shared(self) -> tuple[object, ...]:

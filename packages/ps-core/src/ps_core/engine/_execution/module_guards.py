@@ -34,18 +34,25 @@ class ModuleGuards:
 
     @defer_interrupts_installing
     def install(self, model: nn.Module) -> None:
-        """Guard each module that has managed parameters, no guard yet, and no ``_apply`` among its own attributes."""
+        """Guard each module that has managed parameters, no guard yet, and no ``_apply`` among its own attributes.
+
+        A shallow copy has the guard of the module that it was made of; it gets its own here.
+        """
         self._guards = [guard for guard in self._guards if guard.in_place]
         for module in model.modules():
-            if _APPLY not in vars(module) and _holds_managed(module):
+            found = vars(module).get(_APPLY)
+            if (found is None or _is_of_another(found, module)) and _holds_managed(module):
                 self._guards.append(ModuleGuard(module))
 
     @defer_interrupts_installing
-    def remove(self) -> None:
-        """Remove all guards, so that modules can be copied."""
+    def remove(self, model: nn.Module | None) -> None:
+        """Remove all guards, and those that shallow copies in the model have, so that modules can be copied."""
         for guard in self._guards:
             guard.remove()
         self._guards.clear()
+        for module in () if model is None else model.modules():
+            if _is_of_another(vars(module).get(_APPLY), module):
+                del vars(module)[_APPLY]
 
 
 class ModuleGuard:
@@ -127,6 +134,11 @@ class _SkipManaged:
 
     def __repr__(self) -> str:
         return repr(self._fn)  # by which metrics of torchmetrics tell conversions apart
+
+
+def _is_of_another(found: object, module: nn.Module) -> bool:
+    """Return True if a module's ``_apply`` is the guard of the module that it is a shallow copy of."""
+    return isinstance(found, ModuleGuard) and found._module() is not module
 
 
 def _holds_managed(module: nn.Module) -> bool:
