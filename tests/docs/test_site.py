@@ -1,4 +1,4 @@
-"""What the site has that its pages in the repository only link to."""
+"""Test that the built site includes sections of the README, which pages in the repository link to."""
 
 from __future__ import annotations
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from _refusals import X, case, managed, refused, train
+from _refusals import X, case, managed, net, refused, train
 from ps_core.engine import materialized, release
 
 Call = Callable[[Any], Any]
-PROGRAMS: list[Callable[[nn.Module], Call]] = [
+TORCHSCRIPT: list[Callable[[nn.Module], Call]] = [
     lambda model: torch.jit.trace(model, X, check_trace=False),
     torch.jit.script,
-    lambda model: make_fx(model)(X),
 ]
+PROGRAMS = [*TORCHSCRIPT, lambda model: make_fx(model)(X)]
 
 
 @case("would make a program of parameters")
@@ -37,11 +37,25 @@ def programs() -> None:
         with torch.no_grad():
             assert torch.equal(program(plain)(X), expected)
     for part in (model[0], nn.Sequential(model[0]), nn.Sequential(model)):
-        for program in PROGRAMS[:2]:
+        for program in TORCHSCRIPT:
             with refused("would make a program of parameters"):
                 program(part)
     with refused("would make a program of parameters"):
         torch.jit.trace(model.forward, X, check_trace=False)
+    train(model, optimizer)
+    release(model)
+
+
+@case("was made by copy.copy() from one under management")
+def shallow_copies() -> None:
+    model, optimizer = managed(nn.Sequential(net(), nn.Identity()))
+    train(model, optimizer)
+    copied, model[0] = copy.copy(model[0]), nn.Sequential(*model[0])
+    with refused("was made by copy.copy() from one under management"):
+        copied.half()
+    with materialized(model):
+        plain = copy.deepcopy(model)
+    assert plain.half()[0][0].weight.dtype is torch.float16
     train(model, optimizer)
     release(model)
 

@@ -151,7 +151,7 @@ def test_the_next_step_is_right(place: Place, checkpointing: bool, precision: st
 def under_hooks(burns: tuple[int, ...]) -> Callable[[Make], list[Tensor]]:
     """Train under a pair of saved-tensor hooks that raises in some steps as soon as backward unpacks anything.
 
-    Autograd has reached the logits on another way by then, and keeps that until a backward pass begins.
+    The sum's branch has reached the logits by then. Autograd keeps that branch until the next backward pass.
     """
 
     def train(make: Make) -> list[Tensor]:
@@ -185,7 +185,7 @@ def under_hooks(burns: tuple[int, ...]) -> Callable[[Make], list[Tensor]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_hooks_that_raise_before_backward_uses_a_parameter(precision: str) -> None:
-    """What autograd keeps of that backward pass takes no memory of the next forward's."""
+    """Autograd keeps a part of the failed backward pass; that is freed before the next forward needs the memory."""
     settings = Settings(precision=precision)
 
     def attempt(size: int, burns: tuple[int, ...] = ()) -> Any:

@@ -325,7 +325,7 @@ def test_a_plan_without_room_for_what_stays_is_left() -> None:
 
 @pytest.mark.parametrize("before", [16, ROWS])
 def test_a_larger_batch_on_demand_may_use_memory_of_the_plan(before: int) -> None:
-    """What trains alone trains after a smaller batch, too, whose plan has memory that is free meanwhile."""
+    """A batch that trains by itself also trains after a smaller one: the smaller one's plan lends its memory."""
     with chunked_model(Net(), **told("90KiB") | {"budget": Budget(device="90KiB", host="175KiB")}) as (
         model,
         optimizer,

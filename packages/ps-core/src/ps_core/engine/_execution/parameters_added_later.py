@@ -56,7 +56,7 @@ def take_in(
 ) -> list[ParamState]:
     """Put parameters that were added to a model under management, in groups of their own; return their records."""
     for name, module in model.named_modules():
-        if any(True for _ in module.parameters(recurse=False)):
+        if next(module.parameters(recurse=False), None) is not None:
             refuse_script(name, module)
     known = {record.name for record in engine.records}
     tied = find_ties(nn.ParameterList(parameter for _, parameter in named(model)))
