@@ -319,8 +319,9 @@ def assigned() -> None:
 @case("now has shape {}, expected {}: to change shapes, release(model) first")
 def another_shape() -> None:
     model, _ = made()
-    with refused("to change shapes, release(model) first"), materialized(model, write=True):
-        model[1].weight.data = torch.ones(2, 4)
+    for write in (True, False):
+        with refused("to change shapes, release(model) first"), materialized(model, write=write):
+            model[1].weight.data = torch.ones(2, 4)
     release(model)
     model[1] = nn.Linear(4, 2)
     works(model)

@@ -155,3 +155,24 @@ def test_parameters_exchanged_in_the_block_are_taken_over(precision: str) -> Non
         assert torch.equal(model.state_dict()[name], given[name].to(before[name].dtype))
     assert torch.equal(optimizer.state_dict(masters=True)["state"][0]["master"], given["up.weight"])
     release(model)
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("convert", [nn.Module.double, nn.Module.bfloat16])
+def test_conversions_in_the_block_end_with_it(convert: Any, write: bool) -> None:
+    model, optimizer = managed()
+    train(model, optimizer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with materialized(model, write=write):
+        convert(model)
+        assert model.norm.running_mean.dtype == model.up.weight.dtype != torch.float32
+        model.norm.running_var.add_(1)
+    rounded = torch.bfloat16 if write and convert is nn.Module.bfloat16 else torch.float32
+    after = model.state_dict()
+    variance = before["norm.running_var"]
+    before["norm.running_var"] = variance.to(rounded).add(1).to(variance.dtype) if write else variance
+    for name, value in before.items():
+        assert after[name].dtype == value.dtype
+        assert after[name].equal(value.to(rounded).to(value.dtype)), name
+    train(model, optimizer)
+    release(model)

@@ -47,6 +47,8 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         """The model's hooks whose part for state dicts is removed for the block."""
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         """The modules' parameters, and their names there, as the block begins."""
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        """The modules' buffers, likewise."""
         self._given: dict[ParamState, torch.Tensor | None] = {}
         self._held: list[weakref.ref[nn.Parameter]] = []
         """Weak references make ``torch.utils.swap_tensors`` refuse: swapped parameters would lose their hooks."""
@@ -104,6 +106,12 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
+        self._buffers = [
+            (module, name, buffer)
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         engine.usability.mark_materialized(on=True)
 
     def _manage_again(self, engine: Engine) -> None:
@@ -111,6 +119,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         self._held.clear()
         engine.usability.mark_materialized(on=False)
         values = self._take_exchanged()
+        self._undo_conversions_of_buffers()
         found = {record: values.get(record.parameter, record.parameter).detach() for record in given}
         for record in given:
             record.parameter.__class__ = ManagedParameter
@@ -118,9 +127,8 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
             accept_changes(record)
         if self._hooks is not None:
             self._hooks.install_on_modules()
-        for record, before in given.items():
-            if before is not None:
-                _check_shape(record, found[record])
+        for record, value in found.items():
+            _check_shape(record, value)
         for record, before in given.items():
             if before is not None:
                 _keep(engine, record, found[record], found[record] == before)
@@ -138,6 +146,16 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
                 found[parameter] = other
                 module._parameters[name] = parameter
         return found
+
+    def _undo_conversions_of_buffers(self) -> None:
+        """Put back buffers that ``model.double()`` or the like converted: parameters get their dtype back, too."""
+        buffers, self._buffers = self._buffers, []
+        for module, name, buffer in buffers:
+            other = module._buffers.get(name)
+            if other is None or other.is_floating_point() != buffer.is_floating_point():
+                continue
+            if (other.dtype, other.device) != (buffer.dtype, buffer.device):
+                module._buffers[name] = other.to(buffer.device, buffer.dtype) if self._write else buffer
 
 
 @defer_interrupts_installing
