@@ -13,11 +13,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from _states import masters_of
 from _threads import Together, run
-from ps_core import Adam, Budget, DoesNotFit
-from ps_core.engine import chunked, release
+from ps_core import Adam, AdamW, Budget, DoesNotFit, Options
+from ps_core.engine import chunked, offloaded, release
 from ps_core.engine._execution.hooks import hooks_of
 
 ROOMY, SHORT = Budget(host="16MiB"), Budget(host=90000)
@@ -105,6 +106,49 @@ def test_a_rank_without_room_takes_part_once() -> None:
         return trained(each, ROOMY, break_off)
 
     check(case)
+
+
+class Blocks(nn.Sequential):
+    def forward(self, values: Tensor, *, offloads: bool) -> Tensor:
+        for block in self:
+            if offloads:
+                with offloaded(block, values):
+                    values = checkpoint(block, values, use_reentrant=False)
+            else:
+                values = block(values)
+        return values.float().square().sum()
+
+
+BLOCKS = Blocks(*(nn.Linear(24, 24) for _ in range(4)))
+
+
+@pytest.mark.parametrize("host_bytes", [12000, 18000, 22000])
+def test_a_host_that_is_full_of_activations_sums_once(host_bytes: int) -> None:
+    """Second gradients are added to sums on the host, where one rank's activations are: without memory between."""
+
+    def case(each: Together, host: int) -> list[Tensor]:
+        model, optimizer = chunked(
+            deepcopy(BLOCKS),
+            AdamW(lr=1e-2),
+            device="emulated",
+            precision="bf16",
+            collectives=each,
+            budget=Budget(device="26KiB", host=host),
+            options=Options(group_bytes=1200),
+        )
+        for _ in range(2):
+            with suppress(DoesNotFit):
+                model(torch.ones(2, 24), offloads=False).backward()
+                model(torch.ones(12, 24), offloads=each.mesh.rank == 0).backward()
+            optimizer.zero_grad()
+            model(torch.ones(2, 24), offloads=False).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(masters_of(optimizer.state_dict(masters=True)).values())
+
+    roomy, tight = run(2, partial(case, host=2**20))[0], run(2, partial(case, host=host_bytes))[0]
+    for expected, found in zip(roomy, tight, strict=True):
+        assert all(one.equal(other) for one, other in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("attempts", [1, 3])

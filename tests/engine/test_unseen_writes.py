@@ -260,6 +260,28 @@ def test_a_kept_alias_shows_what_is_loaded_and_stepped(precision: str, place: st
     let_go(model)
 
 
+@pytest.mark.parametrize("place", EVERYWHERE)
+@pytest.mark.parametrize("write", [False, True])
+def test_an_alias_keeps_its_memory_through_a_block_of_plain_parameters(write: bool, place: str, tmp_path: Path) -> None:
+    model, optimizer = manage(place, tmp_path)
+    loss_of(model, 0).backward()
+    alias = model[2].weight.detach()
+    with materialized(model, write=write), torch.no_grad():
+        model[2].weight.mul_(0.5)
+    for index in range(1, 3):
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(alias, model.state_dict()["2.weight"])
+        loss_of(model, index).backward()
+    others = {name: value.clone() for name, value in model.state_dict().items() if name != "2.weight"}
+    alias.zero_()  # in memory that is still its own
+    with pytest.raises(UnsupportedParameter, match=LOST):
+        loss_of(model, 3)
+    assert all(torch.equal(value, others[name]) for name, value in model.state_dict().items() if name in others)
+    del alias
+    let_go(model)
+
+
 @pytest.mark.parametrize("place", ["roomy", "tight"])
 def test_a_change_through_an_alias_of_before_a_step_is_noticed(place: str, tmp_path: Path) -> None:
     model, optimizer = manage(place, tmp_path)

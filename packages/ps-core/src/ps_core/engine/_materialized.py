@@ -95,7 +95,8 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
     def _bring_in(self, engine: Engine, wanted: list[ParamState]) -> None:
         for record in wanted:
             value = plain_value(record, engine.read)
-            engine.residency.unbind(record)
+            if record.bound is None or not record.bound.aliased:  # else its memory stays where it is
+                engine.residency.unbind(record)
             make_plain(record.parameter)
             set_data(record.parameter, value)
             self._given[record] = value.clone() if self._write else None
@@ -123,7 +124,7 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         found = {record: values.get(record.parameter, record.parameter).detach() for record in given}
         for record in given:
             record.parameter.__class__ = ManagedParameter
-            set_data(record.parameter, record.placeholder)
+            set_data(record.parameter, record.placeholder if record.bound is None else record.bound.view)
             accept_changes(record)
         if self._hooks is not None:
             self._hooks.install_on_modules()

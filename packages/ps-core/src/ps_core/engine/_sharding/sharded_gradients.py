@@ -30,7 +30,7 @@ from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.checksum import checksum
 
 _CUT_NUMEL = 1 << 18
-"""Elements of a sum on the disk that are read, added to and written at a time."""
+"""Elements of a sum on the disk, or of one to be added to on another tier, that are in memory at a time."""
 
 
 class ShardedGradients(GradientStore):
@@ -153,7 +153,7 @@ class ShardedGradients(GradientStore):
         return chunk.home
 
     def make_room_for_sum(self, group: ParamGroup) -> None:
-        """Reserve what `accept_sum` adds to; if memory is short, raise before other ranks take part in the sum."""
+        """Reserve what `accept_sum` takes; if memory is short, raise before other ranks take part in the sum."""
         if not self.forgets and self._empty(group) is None:
             self.restore_weights(group)
             self.sums.accumulator(group)
@@ -190,38 +190,30 @@ class ShardedGradients(GradientStore):
     def _add(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
         """Add to what there is, in fp32."""
         self.restore_weights(group)
-        chunk, kind = self.sums.accumulator(group), self.dtype(group)
+        chunk, source = self.sums.accumulator(group), slot.flat(self.dtype(group), group.shard_numel)
         tier = self._store.work_tier(chunk.home.tier)
-        stage = slot if tier == slot.tier else self._down(slot, tier)
-        source = stage.flat(kind, group.shard_numel)
         self._shards.transfers.wait_for_other_queues(Queue.CPU)
         self._store.device.declare_access(Queue.CPU, f"sums of {group.name}", (source,), ())
         for record in records:
             factor, record.factor = record.factor, 1.0
-            for part in self._cut(chunk, record.piece):
+            for part in self._cut(chunk, record.piece, whole=tier == slot.tier):
+                gradient = source[part]
+                if tier != slot.tier:  # in pieces outside the budget: the other ranks have done their part already
+                    gradient = gradient.cpu()
+                    self._shards.transfers.watcher.moved(slot.tier, tier, gradient.nbytes)
                 if record.gradient is GradientPlace.ON_ITS_WAY:
-                    self._shards.save(chunk, part, source[part])
+                    self._shards.save(chunk, part, gradient)
                     continue
                 total = self._shards.load(chunk, part)
-                ps_kernels.accumulate(total if factor == 1.0 else total.mul_(factor), source[part])
+                ps_kernels.accumulate(total if factor == 1.0 else total.mul_(factor), gradient)
                 self._shards.save(chunk, part, total)
             record.mark_summed()
-        if stage is not slot:
-            self._shards.transfers.release_slot(stage)
 
-    def _cut(self, chunk: Chunk, span: slice) -> Iterator[slice]:
-        """Yield a span whole, or for a chunk on the disk in pieces."""
-        step = _CUT_NUMEL if chunk.home.place is not None else max(1, span.stop - span.start)
+    def _cut(self, chunk: Chunk, span: slice, *, whole: bool = True) -> Iterator[slice]:
+        """Yield a span whole; in pieces for a chunk on the disk, or unless ``whole``."""
+        step = max(1, span.stop - span.start) if whole and chunk.home.place is None else _CUT_NUMEL
         for start in range(span.start, span.stop, step):
             yield slice(start, min(start + step, span.stop))
-
-    def _down(self, slot: Slot, tier: int) -> Slot:
-        """Return a copy of a slot on the host tier; the caller releases it."""
-        stage = self._store.reserve(tier, slot.bytes)
-        self._shards.transfers.wait_for_other_queues(Queue.D2H)
-        self._store.device.copy(Queue.D2H, stage.memory, slot.memory)
-        self._shards.transfers.watcher.moved(0, tier, slot.bytes)
-        return stage
 
     def restore_weights(self, group: ParamGroup) -> None:
         """Move gradients from the weight slot into the sums, and rebuild the weight."""
