@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from _fake_cuda import FakeRuntime
 from ps_core import SGD, Budget, Options, UnsupportedParameter
 from ps_core.engine import chunked, release, statistics
+from ps_core.engine._devices.cuda.device import CudaDevice
 
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(7))
 
@@ -188,3 +190,63 @@ def test_what_it_refuses_and_what_to_do_instead() -> None:
     optimizer.zero_grad()
     steps(model, optimizer, by_steps)
     release(model)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("layer", [0, 2, 5])
+def test_a_hook_of_a_parameter_trains_the_same_model(layer: int, device: str) -> None:
+    """The hook's pass begins while the outer backward has layers below it to do."""
+
+    def trained(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        done = []
+
+        def again(_: torch.Tensor) -> None:
+            if not done:
+                done.append(True)
+                with torch.enable_grad():
+                    inner = model(X.flip(0)).square().mean()
+                inner.backward()
+
+        steps(model, optimizer, by_steps, 1)
+        hook = model.layers[layer].weight.register_post_accumulate_grad_hook(again)
+        model(X).square().mean().backward()
+        optimizer.step()
+        hook.remove()
+        return [value.clone() for value in model.state_dict().values()]
+
+    plain = Net()
+    expected = trained(plain, torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.5, fused=True))
+    more = {"budget": None} if device == "cpu" else {}
+    model, optimizer = managed(accumulation=1, device=device, **more)
+    for one, other in zip(expected, trained(model, optimizer), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    release(model)
+
+
+@pytest.mark.parametrize("use", ["gradient", "evaluation", "state dict"])
+def test_a_hook_on_the_thread_of_a_card_uses_the_model(use: str) -> None:
+    """The thread that autograd has for a card is in no call of ``backward()`` that Python knows."""
+    runtime = FakeRuntime(1)
+    with runtime:
+        found = []
+        for device, budget in ((CudaDevice(runtime), Budget(device="80KiB", host="4MiB")), ("cpu", None)):
+            model, optimizer = managed(accumulation=1, device=device, budget=budget)
+
+            def used(parameter: torch.Tensor, model: nn.Module = model) -> None:
+                if use == "gradient":
+                    assert parameter.grad is not None
+                    parameter.grad.clone()
+                elif use == "evaluation":
+                    with torch.no_grad():
+                        model(X)
+                else:
+                    model.state_dict()
+
+            model.layers[3].weight.register_post_accumulate_grad_hook(used)
+            for _ in range(2):
+                model(X).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([value.clone() for value in model.state_dict().values()])
+            release(model)
+    assert all(map(torch.equal, *found))

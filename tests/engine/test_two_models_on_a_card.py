@@ -6,7 +6,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 import _models as models
 from _cases import next_token, tokens
@@ -63,6 +65,41 @@ def test_the_memory_of_one_is_no_activation_of_the_other() -> None:
     with runtime:
         got = trained(runtime)
     assert all(map(torch.equal, right, got))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.features(x)
+
+
+@pytest.mark.parametrize("sizes", [(100, 1000), (1000, 4000), (1000, 300)])
+def test_an_arena_that_ends_within_a_pass_of_the_other_model(sizes: tuple[int, int]) -> None:
+    """A second model leaves its plan while the first one's pass is open: its arena was no activation of that."""
+    runtime = FakeRuntime(1, device_thread=False)
+    with runtime:
+        torch.manual_seed(0)
+        budgets = [Budget(device=kib * 1024, host="64MiB") for kib in sizes]
+        (first, one), (second, other) = [
+            chunked(Layers(), AdamW(lr=1e-3), device=CudaDevice(runtime), budget=budget) for budget in budgets
+        ]
+        x = torch.randn(8, 64)
+        for index in range(4):
+            made = first.features(x.bfloat16()) if index else first(x)
+            second(made.reshape(2, 4, 64) if index == 1 else made).float().square().mean().backward()
+            for optimizer in (one, other):
+                optimizer.step()
+                optimizer.zero_grad()
+        for model in (first, second):
+            tier = statistics(model).tiers["device"]
+            assert tier.peak_bytes <= tier.budget_bytes
+            let_go(model)
 
 
 def test_models_may_come_on_other_threads_while_peaks_are_noted() -> None:

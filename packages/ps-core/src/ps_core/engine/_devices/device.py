@@ -168,6 +168,9 @@ class Device(Protocol):
     def arena(self, size_bytes: int) -> torch.Tensor:
         """Allocate memory of tier 0: uint8, 128-byte aligned; it is freed with its last view."""
 
+    def changing_memory(self) -> AbstractContextManager[None]:
+        """Leave the memory that is freed and allocated meanwhile out of every model's `nonmodel_bytes`."""
+
     def host(self, size_bytes: int) -> torch.Tensor:
         """Allocate host memory of the same kind, pinned where that exists."""
 

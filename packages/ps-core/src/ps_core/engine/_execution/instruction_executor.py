@@ -288,8 +288,12 @@ class InstructionExecutor:
         self._gradients.measure_all(rows, flat, launch)
 
     def step_early(self, instr: Instr, stepping: Stepping) -> None:
-        """Step a group whose gradient is complete."""
+        """Step a group whose gradient is complete; one in a sum that the plan has not is left for the step."""
         assert isinstance(instr.op, Step), "only steps are made early"
+        records = self._plan.order[instr.op.group].tensors
+        summed = any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in records)
+        if summed and Kind.ACC not in self._plan.step_kinds[instr.op.group]:
+            return
         self._step(instr, instr.op, stepping)
 
     def _step(self, instr: Instr, op: Step, early: Stepping | None = None) -> None:

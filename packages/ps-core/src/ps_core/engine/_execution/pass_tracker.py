@@ -7,7 +7,6 @@ belong to it. Between passes every chunk is in its home slot, except copies with
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -122,16 +121,16 @@ class PassTracker:
 
         The inputs were made while the pass was open, and are not counted.
         """
-        recording = self.recording
-        if torch._C._current_graph_task_id() == -1:
+        recording, task = self.recording, torch._C._current_graph_task_id()
+        if task == -1:
             if recording is not None:  # maybe of a backward pass that raised before it used a parameter
                 free_broken_backward()
             self._task = -1  # even if an earlier backward pass broke off
             if self.deferred is not None:
                 self._run_deferred_collectives()
         if recording is not None:
-            unfinished = self.current is not None and self.current.backward
-            if unfinished or not _has_saved(self._records):
+            in_backward = task not in (-1, self._around) and task == self._task and not recomputing()
+            if in_backward or (self.current is not None and self.current.backward) or not _has_saved(self._records):
                 self.finish()
                 for tensor in tensors_of(inputs):
                     self.nonmodel.forget(tensor)
@@ -183,8 +182,7 @@ class PassTracker:
             self.moment += 1  # no moment is both forward and backward
             self._counters.enter_phase("backward")
             reports_end = partial(self._backward_done)
-            threads.backward.clear()
-            threads.backward[get_ident()] = weakref.ref(reports_end)
+            threads.begin_backward(task, reports_end)
             Variable._execution_engine.queue_callback(reports_end)
 
     def begin_moment(self, records: list[ParamState], gains: list[ParamGroup]) -> None:

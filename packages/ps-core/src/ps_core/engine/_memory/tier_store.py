@@ -380,11 +380,12 @@ class Arena:
         for slot, _ in saved:
             slot.memory, slot.views = slot.memory.new_empty(0), {}
         self._views.clear()  # they refer to the old block
-        self._memory = self._memory.new_empty(0)
-        try:
-            self._memory = self._block(end)
-        except torch.OutOfMemoryError:  # each slot then has separate memory, as without a plan
-            self._memory = self._block(0)
+        with self._device.changing_memory():
+            self._memory = self._memory.new_empty(0)
+            try:
+                self._memory = self._block(end)
+            except torch.OutOfMemoryError:  # each slot then has separate memory, as without a plan
+                self._memory = self._block(0)
         for slot, contents in saved:
             slot.memory, slot.views = self._window(slot.offset, slot.bytes)
             slot.memory.copy_(contents)
@@ -406,7 +407,8 @@ class Arena:
     def close(self) -> None:
         """Release the block."""
         self._views.clear()
-        self._memory = self._memory.new_empty(0)
+        with self._device.changing_memory():
+            self._memory = self._memory.new_empty(0)
 
     def _block(self, size: int) -> torch.Tensor:
         made = self._device.arena(max(128, size))

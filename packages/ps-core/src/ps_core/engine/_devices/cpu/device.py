@@ -91,6 +91,10 @@ class CpuDevice:
         """Allocate memory of tier 0."""
         return self._memory("arena", size_bytes)
 
+    def changing_memory(self) -> AbstractContextManager[None]:
+        """Do nothing: other models' tensors are counted one by one."""
+        return nullcontext()
+
     def host(self, size_bytes: int) -> torch.Tensor:
         """Allocate host memory."""
         if self._kept is not None and size_bytes > 0 and not self.shares_memory:

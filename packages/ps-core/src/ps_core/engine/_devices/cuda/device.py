@@ -24,8 +24,8 @@ it is freed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -148,6 +148,15 @@ class CudaDevice:
             self.wait(queue, ready)
             self._runtime.used_by(memory, stream)
         return memory
+
+    @contextmanager
+    def changing_memory(self) -> Iterator[None]:
+        """Read the allocator's peak for all models before, and reset it behind."""
+        self._owned.before_reset()
+        try:
+            yield
+        finally:
+            self._runtime.reset_peak()
 
     def host(self, size_bytes: int) -> torch.Tensor:
         """Allocate host memory, pinned unless pinning was refused."""
