@@ -308,7 +308,8 @@ class PlanScheduler:
         """Return why a segment cannot begin; an empty text if it can."""
         if training and not self._setup.training:
             return "a backward pass of a model without an optimizer"
-        if self._plan is not None and self._engine.gradients.sums.reach_above(self._plan.arena_end):
+        sums = self._engine.gradients.sums
+        if sums.unplanned and self._plan is not None and sums.reach_above(self._plan.arena_end):
             return "gradients are in memory that the plan leaves to activations"
         for group in self._engine.groups:
             if 0 in group.weight_chunk.copies:

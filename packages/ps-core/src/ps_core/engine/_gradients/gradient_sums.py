@@ -68,7 +68,7 @@ class GradientSums:
 
     def reach_above(self, end: int) -> bool:
         """Return True if a sum that no plan contains lies on the compute tier, beyond an address."""
-        chunks = [group.chunks.get(Kind.ACC) for group in self._residency.groups] if self.unplanned else []
+        chunks = [group.chunks.get(Kind.ACC) for group in self._residency.groups]
         homes = (chunk.home for chunk in chunks if chunk is not None and not chunk.planned)
         return any(home.tier == 0 and home.offset + home.bytes > end for home in homes)
 
