@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from threading import get_ident
 from types import FrameType
 
@@ -40,17 +39,10 @@ class PassThreads:
         self.backward: dict[int, weakref.ref[object]] = {}
         """The callback at the end of the running backward pass, by the thread that first worked for that pass.
 
-        `begin_backward` inserts the callback, and `PassTracker` removes it when it is called. Empty: no backward pass
-        runs.
+        `PassTracker` inserts the callback, and removes it when it is called. Empty: no backward pass runs.
         """
-        self._task = NO_BACKWARD
-        """Autograd's number for the backward pass that began last."""
-
-    def begin_backward(self, task: int, reports_end: Callable[[], None]) -> None:
-        """Note the callback at the end of a backward pass that this thread is the first to work for."""
-        self.backward.clear()
-        self.backward[get_ident()] = weakref.ref(reports_end)
-        self._task = task
+        self.task = NO_BACKWARD
+        """Autograd's number for the backward pass that began last; `PassTracker` sets it."""
 
     @property
     def _other_backward(self) -> int | None:
@@ -77,7 +69,7 @@ class PassThreads:
         inside = self.inside.get(FORWARD, me)
         if inside != me and not _calls_backward(sys._current_frames().get(inside)):
             raise _two_threads(BACKWARD, FORWARD, inside)
-        other = None if torch._C._current_graph_task_id() == self._task else self._other_backward
+        other = None if torch._C._current_graph_task_id() == self.task else self._other_backward
         if other is not None and not (other == me and _calls_backward(sys._getframe())):
             raise _two_threads(BACKWARD, BACKWARD, other)
 

@@ -7,6 +7,7 @@ belong to it. Between passes every chunk is in its home slot, except copies with
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -182,7 +183,8 @@ class PassTracker:
             self.moment += 1  # no moment is both forward and backward
             self._counters.enter_phase("backward")
             reports_end = partial(self._backward_done)
-            threads.begin_backward(task, reports_end)
+            threads.backward.clear()
+            threads.backward[get_ident()], threads.task = weakref.ref(reports_end), task
             Variable._execution_engine.queue_callback(reports_end)
 
     def begin_moment(self, records: list[ParamState], gains: list[ParamGroup]) -> None:
