@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -135,3 +136,43 @@ def test_ranks_that_change_gradients_otherwise_are_told() -> None:
         release(model)
 
     run(2, train)
+
+
+class Detached(nn.Linear):
+    """A layer whose parameters get no gradients where the caller says so."""
+
+    def forward(self, x: torch.Tensor, *, learns: bool) -> torch.Tensor:
+        y = super().forward(x)
+        return (y if learns else y.detach() + x * torch.zeros((), requires_grad=True)).float().sum()
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_a_step_after_one_that_broke_off_is_decided_anew(forgotten: bool) -> None:
+    """Also by a rank that had no gradient since: the sums of the others are new."""
+
+    def train(each: Together) -> float:
+        model = Detached(8, 8)
+        with torch.no_grad():
+            model.weight.fill_(0.1)
+            model.bias.fill_(0.1)
+        model, optimizer = chunked(
+            model, SGD(lr=0.1), precision="bf16", budget=Budget(host="4MiB"), collectives=each, max_grad_norm=1.0
+        )
+        model(torch.ones(2, 8), learns=True).backward()
+        engine = hooks_of(model).engine
+        with (
+            mock.patch.object(engine.passes.scheduler, "step", side_effect=MemoryError),
+            mock.patch.object(engine.updater, "step", side_effect=MemoryError),
+            pytest.raises(MemoryError),
+        ):
+            optimizer.step()
+        if forgotten:
+            optimizer.zero_grad()
+        model(torch.ones(2, 8) * 100, learns=each.rank == 0).backward()
+        optimizer.step()
+        norm = optimizer.last_norm
+        release(model)
+        return norm
+
+    first, second = run(2, train)[0]
+    assert first == second > 1000

@@ -61,6 +61,8 @@ class GradientStore:
         """Gradients that no sum over ranks takes before the step, in host memory; by the pass since the last step."""
         self.forgets = False
         """See `forgetting`."""
+        self.expected_sums = 0
+        """How often a sum over ranks was expected so far; each rank counts in its own way."""
         self.pending: dict[ParamState, None] = {}
         """Parameters whose gradients are to overwrite their weights later; some may have moved since."""
         self.sums = GradientSums(residency, self._tier_of_sums)

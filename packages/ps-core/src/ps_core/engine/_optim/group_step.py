@@ -296,6 +296,8 @@ class BrokenStep:
     left: frozenset[int]
     """The records that were not stepped."""
     asked: tuple[float | None, float]
+    expected_sums: int
+    """As `GradientStore` counts them: sums over ranks that came later are another step's."""
 
 
 class StepDecisions:
@@ -313,9 +315,9 @@ class StepDecisions:
     @contextmanager
     def deciding(self, pending: list[ParamState], max_norm: float | None, loss_scale: float) -> Iterator[StepDecision]:
         """Yield the step's decision, which holds until the step has ended."""
-        begun, asked = self.begun, (max_norm, loss_scale)
+        begun, asked, sums = self.begun, (max_norm, loss_scale), self._gradients.expected_sums
         self.begun = None
-        if begun is not None and begun.left == _indices(pending) and begun.asked == asked:
+        if begun is not None and (begun.left, begun.asked, begun.expected_sums) == (_indices(pending), asked, sums):
             decision = begun.decision
         else:
             parts = [record.norm_part for record in pending if record.norm_part is not None]
@@ -326,7 +328,7 @@ class StepDecisions:
             yield decision
         except BaseException:
             left = _indices(record for record in pending if record.gradient is not GradientPlace.NONE)
-            self.begun = BrokenStep(decision, left, asked)
+            self.begun = BrokenStep(decision, left, asked, sums)
             raise
 
 

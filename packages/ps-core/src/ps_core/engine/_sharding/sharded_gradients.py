@@ -53,6 +53,7 @@ class ShardedGradients(GradientStore):
     def expect(self, record: ParamState) -> None:
         """Expect the sum over ranks of a parameter's gradient, to which this rank may have nothing to add."""
         record.norm_part = None
+        self.expected_sums += 1
         self._measured.pop(record, None)
         if record.gradient is GradientPlace.NONE:
             record.expect_sum()
