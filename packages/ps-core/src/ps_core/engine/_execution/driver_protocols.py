@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -12,6 +13,9 @@ from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._tracing.pass_recording import PassRecording
 
+DriverForRest: TypeAlias = "Callable[[bool, bool], PassDriver]"
+"""A function that chooses the driver for the rest of a pass: is it with gradients, and does backward begin?"""
+
 
 class PassDriver(Protocol):
     """Fetch groups to the compute tier during a pass."""
@@ -20,6 +24,10 @@ class PassDriver(Protocol):
     """True if non-model bytes have to be counted meanwhile."""
     follows_plan: bool
     """True if the pass began by a plan, or takes part in a plan's collectives."""
+
+    @property
+    def for_rest(self) -> DriverForRest | None:
+        """Return what to call when the root module's forward, or backward, begins in the pass; None: nothing."""
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Begin a moment that reads these parameters, and receives gradients of these groups."""

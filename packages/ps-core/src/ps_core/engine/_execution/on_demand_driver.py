@@ -23,6 +23,7 @@ class OnDemandDriver:
     tracked = True
     """True: non-model bytes have to be counted while this drives."""
     follows_plan = False
+    for_rest = None
 
     def __init__(self, residency: Residency, gradients: GradientStore) -> None:
         self._residency = residency

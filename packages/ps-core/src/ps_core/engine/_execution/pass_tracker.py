@@ -142,6 +142,8 @@ class PassTracker:
             self._begin(backward=False)
         else:
             self.recording.regular = False
+            if self.driver.for_rest is not None:
+                self.driver = self.driver.for_rest(torch.is_grad_enabled(), False)
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task) and not recomputing():
             self._around = task
@@ -180,6 +182,8 @@ class PassTracker:
             if self._task != -1:
                 raise backward_within_backward()
             self._task = task
+            if self.driver.for_rest is not None:
+                self.driver = self.driver.for_rest(True, True)
             self.moment += 1  # no moment is both forward and backward
             self._counters.enter_phase("backward")
             reports_end = partial(self._backward_done)

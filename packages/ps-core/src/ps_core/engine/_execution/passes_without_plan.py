@@ -11,6 +11,7 @@ class ResidentDriver:
     """Drive the passes of an engine with one tier: only the first pass's peak is measured."""
 
     follows_plan = True
+    for_rest = None
 
     def __init__(self, *, tracked: bool) -> None:
         self.tracked = tracked

@@ -33,6 +33,7 @@ class PlanDriver:
     """Drive one pass, or one step, by one segment of a plan."""
 
     follows_plan = True
+    for_rest = None
 
     def __init__(
         self,

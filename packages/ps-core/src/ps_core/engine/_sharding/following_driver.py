@@ -16,6 +16,11 @@ A pass that no plan serves has left the plan at its beginning. Its only collecti
 parameter that requires gradients. They go from the last group to the first, as most backward passes do. All weights are
 asked for. A group's gradients wait for the sums before it, in host memory if the compute tier is short. Passes without
 gradients have no collective at all.
+
+[Note: weights that one rank reads]
+A program may read weights outside of the model, as `print(weight)` does, and on one rank alone. Such a pass has no
+collective either. If the model's forward begins in it, since the program keeps a graph of what was read, the rank goes
+on as one that left the plan. If backward begins in it, all ranks are expected to do the same, as without a plan.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from ps_core._errors import DeviceOutOfMemory
 from ps_core._extents import SegmentName
 from ps_core._plan import Queue
 from ps_core._units import align_up
+from ps_core.engine._execution.driver_protocols import DriverForRest
 from ps_core.engine._gradients.gradient_store import sparse_gradient_error
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._memory.make_room import has_room, make_room
@@ -45,6 +51,7 @@ class FollowingDriver:
 
     tracked = True
     follows_plan = True
+    for_rest: DriverForRest | None = None
 
     def __init__(
         self,
@@ -321,3 +328,13 @@ class UnplannedDriver(FollowingDriver):
         sums_in_order = tuple((True, group) for group in reversed(list(learning)))
         left = LeftOver(sums_in_order, {}, queue_for(segment, shards))
         super().__init__(left, learning, shards, sums, counters)
+
+
+class ReadingDriver(UnplannedDriver):
+    """Drives a pass that begins outside of every module; see [Note: weights that one rank reads]."""
+
+    def __init__(
+        self, shards: ShardedResidency, sums: ShardedGradients, counters: Counters, for_rest: DriverForRest
+    ) -> None:
+        super().__init__(shards, sums, counters, training=False)
+        self.for_rest = for_rest

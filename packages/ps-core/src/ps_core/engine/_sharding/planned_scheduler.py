@@ -30,14 +30,14 @@ from ps_core.engine._execution.plan_scheduler import PlanScheduler
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.speculative_steps import Stepping
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
-from ps_core.engine._sharding.following_driver import FollowingDriver, UnplannedDriver
+from ps_core.engine._sharding.following_driver import FollowingDriver, ReadingDriver, UnplannedDriver
 from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts
 from ps_core.engine._sharding.planned_collectives import LeftOver, collectives_of, queue_for
 from ps_core.engine._sharding.planned_driver import RanksPlanDriver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.log import log_line
-from ps_core.engine._tracing.batch_shape import BatchShape, describe_call
+from ps_core.engine._tracing.batch_shape import BatchShape, describe_call, within_a_module
 from ps_core.engine._tracing.first_pass import matches_estimate
 from ps_core.engine._tracing.pass_recording import PassRecording
 
@@ -146,7 +146,20 @@ class RanksScheduler(PlanScheduler):
         return bool(call) and len(set(told)) == 1
 
     def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
-        """Choose the plan's driver where the plan serves the pass, else one that needs no plan.
+        """Choose the plan's driver where the plan serves the pass, else one that needs no plan."""
+        if self._batch is None and not backward and not within_a_module():
+            self._served = None
+            with self._shards.moving:
+                self._homes.move_down()
+            return ReadingDriver(self._shards, self._sums, self._engine.counters, self._driver_for_rest)
+        return self._choose(training, backward=backward)
+
+    def _driver_for_rest(self, training: bool, backward: bool) -> PassDriver:
+        """Choose the driver for what follows weights that were read outside of the model."""
+        return self._choose(training, backward=backward, why="weights were read outside of the model before it")
+
+    def _choose(self, training: bool, *, backward: bool, why: str = "") -> PassDriver:
+        """Choose the driver of a pass; ``why``: the reason if this rank cannot go by the plan.
 
         Whether a pass goes by the plan is decided by what is the same on all ranks.
         """
@@ -173,12 +186,11 @@ class RanksScheduler(PlanScheduler):
         segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
         if training:
             self._sums.begin_pass()
-        why = ""
-        if not self._planned_for.covers(batch):
+        if not why and not self._planned_for.covers(batch):
             why = "a batch larger than the plan's"
             with self._shards.moving:
                 self._free_for_unplanned(training)
-        elif self._homes.elsewhere and not self._move_to_plan(plan):
+        elif not why and self._homes.elsewhere and not self._move_to_plan(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if not why:
             return self._replay(plan, segment, tracked=training is self._setup.training and self._is_watched())
