@@ -19,10 +19,11 @@ from ps_core.engine import chunked, release, statistics
 torch.manual_seed(0)
 MADE = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
 VALUES = torch.randn(4, 32)
+ADAMW = AdamW(lr=1e-2)
 KEPT = list[Tensor]()
 
 
-def made(each: Together, device: str, precision: str, spec: Any = AdamW(lr=1e-2)) -> tuple[Any, Any]:
+def made(each: Together, device: str, precision: str, spec: Any = ADAMW) -> tuple[Any, Any]:
     budget = Budget(host="4MiB") if device == "cpu" else Budget(device="40KiB", host="4MiB")
     options = Options(group_bytes=2048, poison=True)
     return chunked(
