@@ -18,7 +18,7 @@ from _reference import Settings
 from _reference import plain as run_plain
 from _states import masters_of
 from ps_core import AdamW, Budget, DoesNotFit, InvalidInput, Options
-from ps_core.engine import chunked, materialized, release, statistics
+from ps_core.engine import chunked, is_managed, materialized, release, statistics
 
 SPEC, STEPS, HOST = AdamW(lr=0.01), 5, "64MiB"
 OPTIONS = Options(poison=True, group_bytes=2048)
@@ -219,3 +219,37 @@ def test_a_moving_average() -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, own[name]), name
     release(model)
+
+
+@pytest.mark.parametrize("student", ["plain", "managed"])
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_a_frozen_teacher_called_with_gradients_enabled(needs_gradient: bool, student: str) -> None:
+    """Its pass is an evaluation, unless the input needs a gradient: nobody else's activations are the teacher's."""
+    torch.manual_seed(0)
+    plain, teacher, learner = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))) for _ in range(3))
+    plain.requires_grad_(False)
+    teacher.load_state_dict(plain.state_dict())
+    teacher.requires_grad_(False)
+    size = "256KiB" if needs_gradient else "80KiB"
+    teacher, _ = chunked(teacher, None, device="emulated", budget=Budget(device=size, host="8MiB"), precision="fp32")
+    optimizer: Any = torch.optim.AdamW(learner.parameters(), fused=True)
+    if student == "managed":
+        budget = Budget(device="1MiB", host="8MiB")
+        learner, optimizer = chunked(learner, AdamW(), device="emulated", budget=budget, precision="fp32")
+    for index in range(5):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(index), requires_grad=needs_gradient)
+        aim = teacher(x)
+        (learner(x) - aim).square().mean().backward()
+        expected = plain(x)
+        assert torch.equal(aim, expected)
+        if needs_gradient:
+            assert torch.equal(*(torch.autograd.grad(each(x).square().sum(), x)[0] for each in (teacher, plain)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = statistics(teacher)
+    assert found.tiers["device"].peak_bytes <= found.tiers["device"].budget_bytes
+    if not needs_gradient:
+        assert (found.planned_passes, found.divergences) == (4, 0)
+    for model in (teacher, learner):
+        if is_managed(model):
+            release(model)

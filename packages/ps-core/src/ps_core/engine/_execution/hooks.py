@@ -41,6 +41,7 @@ from ps_core.engine._support.refuse_programs import (
     tracing_state,
     transforms,
 )
+from ps_core.engine._tracing.batch_shape import tensors_of
 
 _CAST = (*FLOATS, torch.float64)
 """Types of inputs that are cast to the model's precision."""
@@ -173,6 +174,9 @@ class ModelHooks:
             self.engine.await_forward((args, kwargs))
             self.engine.passes.scheduler.before_forward(model, args, kwargs)
             depth = self.engine.saved.depth
+            if len(self._frozen) == len(self.engine.records):
+                inputs = tensors_of((args, kwargs))
+                self.engine.passes.evaluates = not any(tensor.requires_grad for tensor in inputs)
             try:
                 self._enter(model)
                 result = self._call(call, args, kwargs)

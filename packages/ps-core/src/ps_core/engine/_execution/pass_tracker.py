@@ -73,6 +73,8 @@ class PassTracker:
         """Serial number of the moment; never the same in forward and in backward."""
         self.outside = True
         """True if the root module's forward is not running: memory that a call returns belongs to the caller."""
+        self.evaluates = False
+        """True while the root module's forward runs without a parameter or an input that requires a gradient."""
         self.gradient_passes = 0
         """Number of training passes with gradients so far."""
         self.broke_off = False
@@ -152,14 +154,16 @@ class PassTracker:
 
     def abort_forward(self) -> None:
         """Note that an exception ended the root module's forward."""
-        self.outside = True
+        self.outside, self.evaluates = True, False
 
     def end_forward(self) -> None:
         """End the root module's forward."""
         self.outside = True
         within_backward = torch._C._current_graph_task_id() not in (-1, self._around)
         self._counters.enter_phase("backward" if within_backward else "")
-        if not torch.is_grad_enabled() and self.recording is not None and not within_backward:
+        evaluated = not torch.is_grad_enabled() or (self.evaluates and not _has_saved(self._records))
+        self.evaluates = False
+        if evaluated and self.recording is not None and not within_backward:
             self.finish()
 
     # Moments.
@@ -334,7 +338,7 @@ class PassTracker:
         install()
         broke_off = self.broke_off and _graph_task() == -1  # else a hook read a gradient, and backward goes on
         self._store.ledger.begin_pass(self.nonmodel.free_broken_pass() if broke_off else 0)
-        training = backward or torch.is_grad_enabled()
+        training = backward or (torch.is_grad_enabled() and not self.evaluates)
         self.recording, self.followed = PassRecording(regular=not backward, training=training), False
         if not self._resident:
             self.driver = self.demand  # ends the pass if an error comes before its driver is chosen
