@@ -472,7 +472,7 @@ def a_state_dict_changed() -> None:
     release(model)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:Lazy modules:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:Lazy modules:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of the compiler
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 @pytest.mark.parametrize("text", CASES)
