@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -39,17 +40,17 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks, of which ``contexts`` says what their checkpoints keep; None: there are none."""
 
-    def __init__(self, contexts: Callable[[], Any] | None) -> None:
+    def __init__(self, contexts: Callable[[], Any] | None, **told: Any) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.contexts = contexts
+        self.contexts, self.told = contexts, told
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             if self.contexts is None:
                 x = block(x)
             else:
-                x = checkpoint(block, x, use_reentrant=False, context_fn=self.contexts)
+                x = checkpoint(block, x, use_reentrant=False, context_fn=self.contexts, **self.told)
         return x
 
 
@@ -70,6 +71,7 @@ def trained(
     *,
     precision: str = "bf16",
     step: str = "after_backward",
+    told_to_checkpoint: dict[str, Any] | None = None,
     forward: Mode = nullcontext,
     backward: Mode = nullcontext,
     outside: Mode = nullcontext,
@@ -79,7 +81,7 @@ def trained(
     torch.manual_seed(0)
     with getattr(told["device"], "_runtime", nullcontext()), outside():
         model, optimizer = chunked(
-            Stack(contexts),
+            Stack(contexts, **(told_to_checkpoint or {})),
             AdamW(lr=1e-2),
             precision=precision,
             options=Options(group_bytes=4096, step=step),  # type: ignore[arg-type]  # one of its literals
@@ -123,6 +125,11 @@ SELECTIVE = {
     "products": partial(create_selective_checkpoint_contexts, [aten.addmm.default, aten.mm.default]),
     "all but one": partial(create_selective_checkpoint_contexts, all_but_gelu),
 }
+RESPECTS = "respect_saved_tensors_hooks"
+"""Whether what is kept goes through the engine's hooks for saved tensors: an argument of newer PyTorch (2.14)."""
+TOLD: list[dict[str, Any]] = [{}]
+if RESPECTS in signature(checkpoint).parameters:  # which warns unless it is told
+    TOLD = [{RESPECTS: True}, {RESPECTS: False}]
 
 
 @pytest.mark.parametrize("kept", SELECTIVE)
@@ -130,9 +137,12 @@ SELECTIVE = {
 @pytest.mark.parametrize(
     ("precision", "step"), [("bf16", "after_backward"), ("fp32", "after_backward"), ("bf16", "in_backward")]
 )
-def test_selective_checkpointing_beside_moves(kept: str, place: str, precision: str, step: str) -> None:
+@pytest.mark.parametrize("told", TOLD)
+def test_selective_checkpointing_beside_moves(
+    told: dict[str, Any], kept: str, place: str, precision: str, step: str
+) -> None:
     expected = trained("cpu", precision=precision)
-    same(trained(place, SELECTIVE[kept], precision=precision, step=step), expected)
+    same(trained(place, SELECTIVE[kept], precision=precision, step=step, told_to_checkpoint=told), expected)
 
 
 # Modes that write down what they see, change it, or keep it.
