@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ps_core import SGD, AdamW, AlreadyManaged, Budget, Group, InvalidInput, UnsupportedParameter
+from ps_core import SGD, AdamW, AlreadyManaged, Budget, Group, InvalidInput, TorchOptimizer, UnsupportedParameter
 from ps_core.engine import chunked, is_managed, load_checkpoint, load_weights, release, save_checkpoint, statistics
 
 DEVICES = ("cpu", "emulated")
@@ -211,3 +212,22 @@ def test_a_model_whose_parameters_were_all_replaced_can_be_released(device: str)
     assert not is_managed(model)
     backward(model)
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(AdamW, {"lr": 0.01, "amsgrad": True}), (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True})],
+)
+def test_a_setting_that_only_pytorch_has_names_the_optimizer_that_has_it(kind: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        kind(**settings)
+    told = str(caught.value).partition("PyTorch's own code has it: ")[2]
+    spec = eval(told, {"TorchOptimizer": TorchOptimizer, "torch": torch})
+    assert spec.kind is getattr(torch.optim, kind.__name__)
+    assert spec.settings == {name: value for name, value in settings.items() if name != "foreach"}
+    model, optimizer = chunked(nn.Linear(4, 4), spec, precision="fp32")
+    before = model.state_dict()["weight"].clone()
+    model(torch.ones(2, 4)).float().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["weight"], before)
+    release(model)

@@ -118,7 +118,17 @@ def test_a_match_that_tells_nothing_of_its_arguments_is_taken():
             "Options has no 'eager_step'; it has group_bytes, policy, prefetch, .*, machine, step$",
         ),
         (lambda: Options(step="soon"), "step must be one of after_backward, in_backward, speculative; found 'soon'"),
-        (lambda: Adam(amsgrad=True), "Adam has no 'amsgrad'; it has lr, betas, eps, weight_decay, groups$"),
+        (lambda: Adam(rate=1), "Adam has no 'rate'; it has lr, betas, eps, weight_decay, groups$"),
+        (
+            lambda: Adam(amsgrad=True, fused=True, groups=()),
+            r"Adam has no 'amsgrad'; .*has it: TorchOptimizer\(torch.optim.Adam, amsgrad=True, groups=...\)$",
+        ),
+        (
+            lambda: SGD(lr=0.1, momentum=0.9, nesterov=True),
+            r"has it: TorchOptimizer\(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True\)$",
+        ),
+        (lambda: AdamW(amsgrad=False), "Leave amsgrad out: it is off$"),
+        (lambda: AdamW(fused=True), "Leave fused out: steps are those of PyTorch's fused optimizer$"),
     ],
 )
 def test_values_are_given_by_their_names(make, words):

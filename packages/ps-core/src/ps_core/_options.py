@@ -19,6 +19,8 @@ Match: TypeAlias = Callable[[str, Any], bool]
 POLICIES = ("belady", "lru", "fifo", "static")
 AFTER_BACKWARD, IN_BACKWARD, SPECULATIVE = "after_backward", "in_backward", "speculative"
 STEPS = (AFTER_BACKWARD, IN_BACKWARD, SPECULATIVE)
+_HOW_TORCH_STEPS = ("foreach", "fused")
+"""Settings of PyTorch's optimizers that choose among implementations of one step."""
 
 
 class _ByName:
@@ -27,6 +29,8 @@ class _ByName:
     __slots__ = ()
     _as_in: ClassVar[str]
     """An example of how one is written, for errors."""
+    _only_in_torch: ClassVar[tuple[str, ...]] = ()
+    """Settings that PyTorch's optimizer of the same name has, and this one does not."""
 
     def __new__(cls, *given: object, **named: object) -> Self:
         """Raise `InvalidInput` for arguments that the constructor does not know."""
@@ -37,7 +41,8 @@ class _ByName:
         known = [row.name for row in fields(cls)]  # type: ignore[arg-type]  # one of the dataclasses below
         for name in named:
             if name not in known:
-                raise InvalidInput(f"{cls.__name__} has no {name!r}; it has {', '.join(known)}")
+                more = _instead(cls.__name__, name, named) if name in cls._only_in_torch else ""
+                raise InvalidInput(f"{cls.__name__} has no {name!r}; it has {', '.join(known)}{more}")
         return object.__new__(cls)
 
 
@@ -70,6 +75,7 @@ class Adam(_ByName):
     """The Adam optimizer; weight decay, if any, is added to the gradient."""
 
     _as_in = "Adam(lr=1e-3), for the parameters of the model that chunked is given"
+    _only_in_torch = ("amsgrad", "maximize", *_HOW_TORCH_STEPS)
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -87,6 +93,7 @@ class AdamW(_ByName):
     """The Adam optimizer with decoupled weight decay."""
 
     _as_in = "AdamW(lr=1e-3), for the parameters of the model that chunked is given"
+    _only_in_torch = ("amsgrad", "maximize", *_HOW_TORCH_STEPS)
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -104,6 +111,7 @@ class SGD(_ByName):
     """Gradient descent with momentum; weight decay is added to the gradient."""
 
     _as_in = "SGD(lr=1e-3), for the parameters of the model that chunked is given"
+    _only_in_torch = ("nesterov", "dampening", "maximize", *_HOW_TORCH_STEPS)
 
     lr: float = 1e-3
     momentum: float = 0.0
@@ -284,6 +292,16 @@ class Options(_ByName):
             raise InvalidInput(f"Options.plan_cache must be the path of a directory, found {self.plan_cache!r}")
         if self.machine is not None and not isinstance(self.machine, str):
             raise InvalidInput(f"Options.machine must be a machine's name or a TOML file, found {self.machine!r}")
+
+
+def _instead(optimizer: str, name: str, given: Mapping[str, object]) -> str:
+    """Say what to write in place of a setting that only PyTorch's optimizer of the same name has."""
+    if name in _HOW_TORCH_STEPS or not given[name]:
+        why = "steps are those of PyTorch's fused optimizer" if name in _HOW_TORCH_STEPS else "it is off"
+        return f". Leave {name} out: {why}"
+    shown = {each: "..." if each == "groups" else repr(value) for each, value in given.items()}
+    settings = "".join(f", {each}={value}" for each, value in shown.items() if each not in _HOW_TORCH_STEPS)
+    return f". PyTorch's own code has it: TorchOptimizer(torch.optim.{optimizer}{settings})"
 
 
 def _bytes(what: str, size: int | str | None, least: int = 0) -> None:
