@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from _refusals import IDS, X, case, manage_and_train, managed, refused, train
-from ps_core.engine import release
+from _refusals import IDS, X, case, manage_and_train, managed, net, refused, train
+from ps_core.engine import materialized, release
 
 
 @case("has max_norm=")
@@ -44,3 +44,33 @@ def gradients_without_values() -> None:
     optimizer.step()
     train(model, optimizer)
     release(model)
+
+
+@case("but the engine keeps its own copy of this parameter, which is not trained")
+def changed_in_place_and_not_trained() -> None:
+    def synchronise(reference: nn.Module, policy: nn.Module) -> None:
+        """As TRL's `sync_ref_model`, and averages of a teacher."""
+        for kept, newer in zip(reference.parameters(), policy.parameters(), strict=True):
+            kept.data.mul_(0.5).add_(newer.data, alpha=0.5)
+
+    def frozen_in_part() -> nn.Module:
+        model = net()
+        model[0].requires_grad_(False)
+        return model
+
+    for model in (managed(trained=False)[0], managed(frozen_in_part())[0]):
+        before = model.state_dict()["0.weight"]
+        with refused("but the engine keeps its own copy of this parameter, which is not trained"), torch.no_grad():
+            model[0].weight.add_(1.0)
+        with materialized(model, names=["0.weight"], write=True), torch.no_grad():
+            model[0].weight.add_(1.0)
+        assert torch.equal(model.state_dict()["0.weight"], before + 1)
+        release(model)
+    reference, _ = managed(trained=False)
+    synchronise(reference, net())
+    with refused("or do not call chunked(...) for a model that a library changes"), torch.no_grad():
+        reference(X)
+    plain, other = net(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    synchronise(plain, other)
+    assert not torch.equal(plain(X), net()(X))
+    release(reference)

@@ -113,7 +113,7 @@ def return_parameters(engine: Engine, model: nn.Module | None, remove_hooks: Cal
     engine.discard_gradients()
     engine.residency.exposed.check()
     for record in dict.fromkeys(engine.residency.pop_tampered()):
-        lost = changed_in_place(record.name)
+        lost = changed_in_place(record)
         warnings.warn(f"release(model) goes without what was written: {lost}", stacklevel=5)
     engine.usability.mark_released()
     remove_hooks()

@@ -157,7 +157,7 @@ class Engine:
         """Load the parameter from a state dict, if one is being loaded; refuse every other change in place."""
         if function is torch.Tensor.copy_ and self.state_dicts.load(record, args[1]):
             return record.parameter
-        raise changed_in_place(record.name, by=getattr(function, "__name__", str(function)))
+        raise changed_in_place(record, by=getattr(function, "__name__", str(function)))
 
     def detached(self, record: ParamState) -> torch.Tensor | None:
         """Return a copy for a state dict under construction; None: there is none."""

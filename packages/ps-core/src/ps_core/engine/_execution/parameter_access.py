@@ -129,7 +129,7 @@ class ParameterAccess:
         if record.bound is not None:
             self._residency.undo_changes(record, record.bound.slot)
         record.group.forget_moment()
-        raise changed_in_place(record.name)
+        raise changed_in_place(record)
 
     # Backward (`_parameters.saved_tensors.Fetcher`).
 

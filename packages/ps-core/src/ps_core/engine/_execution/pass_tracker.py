@@ -110,7 +110,7 @@ class PassTracker:
         """Raise if a parameter was changed in place, and undo that; keep permitted writes to exposed memory."""
         self._residency.exposed.check()
         for record in self._residency.pop_tampered():
-            raise changed_in_place(record.name)
+            raise changed_in_place(record)
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count a tensor among non-model bytes, although no operator was seen to make it."""
@@ -334,7 +334,7 @@ class PassTracker:
         if self._residency.exposed.bounds:
             self._residency.exposed.check(ended=True)
         for record in self._residency.pop_tampered() if self._residency.tampered else ():
-            raise changed_in_place(record.name)
+            raise changed_in_place(record)
         install()
         broke_off = self.broke_off and _graph_task() == -1  # else a hook read a gradient, and backward goes on
         self._store.ledger.begin_pass(self.nonmodel.free_broken_pass() if broke_off else 0)

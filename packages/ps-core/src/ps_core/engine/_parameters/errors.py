@@ -255,9 +255,16 @@ def not_trained(name: str) -> UnsupportedParameter:
     )
 
 
-def changed_in_place(name: str, *, by: str = "") -> UnsupportedParameter:
+def changed_in_place(record: ParamState, *, by: str = "") -> UnsupportedParameter:
     """Return the error for a parameter that was, or would be, changed in place without the optimizer's knowledge."""
+    name = record.name
     what = f"{by} would change {name!r} in place" if by else f"{name!r} was changed in place"
+    if not record.trainable:
+        return UnsupportedParameter(
+            f"{what}, but the engine keeps its own copy of this parameter, which is not trained: change it inside "
+            f"`with materialized(model, names=[{name!r}], write=True):`, or do not call chunked(...) for a model that "
+            "a library changes, as TRL does with sync_ref_model=True"
+        )
     return UnsupportedParameter(
         f"{what}, but what is trained is its fp32 master: in place of an optimizer of torch.optim, step the one that "
         "chunked(model, AdamW(...)) returns, with AdamW, Adam, SGD or TorchOptimizer of ps_core; other changes belong "
