@@ -52,3 +52,22 @@ def test_evaluation_has_the_bits_of_training(device: str, fast: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert (statistics(model).evictions > 0) is (device == "emulated")
     release(model)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_padded_positions_in_evaluation(fast: bool) -> None:
+    """PyTorch's fused operator returns zeros there, and we what training computes; other positions do not see it."""
+    padding = torch.tensor([[False] * 8, [False] * 6 + [True] * 2, [False] * 3 + [True] * 5])
+    plain = encoder().eval()
+    with torch.no_grad():
+        expected = plain(X, src_key_padding_mask=padding)
+        torch.backends.mha.set_fastpath_enabled(False)
+        slow = plain(X, src_key_padding_mask=padding)
+        torch.backends.mha.set_fastpath_enabled(fast)
+        model, _ = chunked(encoder().eval(), None, precision="fp32")
+        found = model(X, src_key_padding_mask=padding)
+    assert torch.equal(found, slow)
+    torch.testing.assert_close(found[~padding], expected[~padding], rtol=0, atol=1e-5)
+    assert bool(expected[padding].eq(0).all()) is fast
+    assert found[padding].abs().min() > 0
+    release(model)
