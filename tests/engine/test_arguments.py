@@ -89,6 +89,43 @@ def test_a_tied_parameter_is_kept_by_any_of_its_names(pattern: str, caplog: pyte
     release(model)
 
 
+def in_16_bits_but_norms() -> nn.Module:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(4), "up": nn.Linear(4, 4)}) for _ in range(2))
+    model.last = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    model.to(torch.bfloat16)
+    for norm in (*(block["norm"] for block in model.blocks), model.last[1]):
+        norm.float()
+    return model
+
+
+def test_parameters_that_may_be_fp32_on_purpose_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    def types(options: Options) -> list[torch.dtype]:
+        model, _ = chunked(in_16_bits_but_norms(), None, budget=Budget(host="1MiB"), options=options)
+        found = [parameter.dtype for parameter in model.parameters()]
+        release(model)
+        return found
+
+    with caplog.at_level("INFO", "ps_core"):
+        found = types(Options(keep_fp32=("last.1.bias",)))
+    assert found.count(torch.float32) == 1
+    (line,) = caplog.messages
+    before, _, told = line.partition("; to compute them in fp32: ")
+    assert before == (
+        "Module: 'blocks.0.norm.weight', 'blocks.0.norm.bias', 'blocks.1.norm.weight' and 2 others came as float32 "
+        "beside parameters of bfloat16, and are computed in bfloat16"
+    )
+    options = eval(told, {"Options": Options})
+    assert options.keep_fp32 == ("last.1.bias", "blocks.*.norm.weight", "blocks.*.norm.bias", "last.1.weight")
+    caplog.clear()
+    with caplog.at_level("INFO", "ps_core"):
+        assert types(options) == [parameter.dtype for parameter in in_16_bits_but_norms().parameters()]
+        for plain in (Net(), in_16_bits_but_norms().to(torch.bfloat16)):
+            release(chunked(plain, None, budget=Budget(host="1MiB"))[0])
+        release(chunked(in_16_bits_but_norms(), None, budget=Budget(host="1MiB"), precision="fp32")[0])
+    assert not caplog.messages
+
+
 def test_a_group_of_no_parameter_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """One that is empty for others come first is, too."""
     texts = ("nrom", "norm", "norm.weight", "bias")

@@ -51,7 +51,7 @@ from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._sharding.sharded_step import sharded_components
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.refuse_programs import refuse_script
-from ps_core.engine._unmatched_patterns import log_unmatched_patterns, warn_of_gradients
+from ps_core.engine._unmatched_patterns import log_lowered, log_unmatched_patterns, warn_of_gradients
 
 
 def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
@@ -116,6 +116,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     if collectives is None or collectives.process == 0:
         names = [name for tied in all_names(model).values() for name in tied]
         log_unmatched_patterns(type(model).__name__, names, options, chunked_optimizer)
+        log_lowered(type(model).__name__, engine.records, options.keep_fp32)
     return model, chunked_optimizer
 
 

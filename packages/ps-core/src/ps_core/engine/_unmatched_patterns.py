@@ -1,4 +1,4 @@
-"""Report arguments of `chunked` without effect: patterns that match no parameter, and earlier gradients.
+"""Report arguments of `chunked` without effect, and what it changes unasked: earlier gradients, mixed types.
 
 These are no errors. One `Options`, or one optimizer, may serve several models, not all of which have such parameters.
 Loops that begin by forgetting gradients lose nothing.
@@ -15,9 +15,12 @@ from torch import nn
 
 from ps_core._options import Options
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
+from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.log import log_line
 
 _LIKE = 0.75
+_SHOWN = 3
+"""How many names a line has."""
 
 
 def log_unmatched_patterns(
@@ -32,6 +35,34 @@ def log_unmatched_patterns(
         if not group["params"]:
             before = " that no group before it has" if index else ""
             log_line(f"{model}: groups[{index}] has no parameter: its match is true for none{before}")
+
+
+def log_lowered(model: str, records: Collection[ParamState], kept: tuple[str, ...]) -> None:
+    """Log parameters in fp32 that are computed in 16 bits, where others came in 16 bits: they may be fp32 on purpose.
+
+    ``kept``: the patterns of ``keep_fp32`` so far.
+    """
+    narrow = next((record.given[1] for record in records if record.given[1].itemsize == 2), None)
+    lowered = {record.name: record.dtype for record in records if record.given[1].itemsize > record.dtype.itemsize}
+    if narrow is None or not lowered:
+        return
+    names, computed = list(lowered), next(iter(lowered.values()))
+    patterns = (*kept, *_patterns(names, [record.name for record in records if record.name not in lowered]))
+    shown = ", ".join(map(repr, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} others" if names[_SHOWN:] else "")
+    log_line(
+        f"{model}: {shown} came as float32 beside parameters of {str(narrow).removeprefix('torch.')}, and are computed "
+        f"in {str(computed).removeprefix('torch.')}; to compute them in fp32: Options(keep_fp32={patterns!r})"
+    )
+
+
+def _patterns(names: Collection[str], others: Collection[str]) -> list[str]:
+    """Return patterns that match these names and no others, with stars for numbers where that is possible."""
+    found: dict[str, None] = {}
+    for name in names:
+        wide = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        alone = not any(fnmatch.fnmatchcase(other, wide) for other in others)
+        found[wide if alone and wide.strip("*.") else name] = None
+    return list(found)
 
 
 def warn_of_gradients(model: nn.Module) -> None:
