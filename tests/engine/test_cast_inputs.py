@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutput
 
-from ps_core import Options
+from ps_core import Budget, Options
 from ps_core.engine import chunked, release
 
 
@@ -88,6 +88,55 @@ def test_it_can_be_switched_off() -> None:
         assert model.given is given
     finally:
         release(model)
+
+
+class Normalises(nn.Module):
+    """A batch norm, whose running statistics are buffers in fp32, and a method besides `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+    def score(self, x: Tensor) -> Tensor:
+        return self.layer(x).argmax(-1)
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_errors_about_types_say_what_the_precision_has_to_do_with_them(device: str, precision: str) -> None:
+    budget = Budget(device="1MiB" if device == "emulated" else None, host="1MiB")
+    model, _ = chunked(Normalises(), None, device=device, budget=budget, precision=precision)
+    for call in (model, model.score):
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as caught:
+                call(X)
+            (note,) = caught.value.__notes__
+            assert f"precision={precision!r}" in note
+            assert all(text in note for text in ("keep_fp32", "cast_inputs=False", "precision='fp32'"))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        model(torch.ones(3, 5))
+    assert not hasattr(caught.value, "__notes__"), "that one has nothing to do with the precision"
+    model.score(X.to(model.layer.weight.dtype))
+    release(model)
+    keeps = replace(budget), Options(keep_fp32=("norm.*",))
+    for own, options, kind in ((*keeps, precision), (replace(budget), Options(), "fp32")):
+        model, _ = chunked(Normalises(), None, device=device, budget=own, precision=kind, options=options)
+        assert model(X).isfinite().all()
+        release(model)
+
+
+def test_errors_about_types_in_fp32_have_no_note() -> None:
+    model, _ = chunked(Normalises(), None, device="cpu", budget=Budget(host="1MiB"), precision="fp32")
+    with pytest.raises(RuntimeError) as caught:
+        model.score(X.bfloat16())
+    assert not hasattr(caught.value, "__notes__")
+    release(model)
 
 
 def test_an_encoder_and_decoder_generate() -> None:

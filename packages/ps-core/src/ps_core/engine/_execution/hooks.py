@@ -32,6 +32,7 @@ from ps_core.engine._parameters.saved_tensors import recomputing
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing
 from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, ModuleCallWrapper
+from ps_core.engine._support.precision_note import note_precision
 from ps_core.engine._support.refuse_programs import (
     FAKE,
     PROXY,
@@ -184,6 +185,7 @@ class ModelHooks:
             except BaseException as error:
                 self._break_off(depth)
                 self.engine.store.device.raise_out_of_memory(error)
+                note_precision(error, {group.dtype for group in self.engine.groups})
                 raise
             return result
         finally:

@@ -31,6 +31,7 @@ from ps_core.engine._parameters.param_state import HOST, ParamState
 from ps_core.engine._parameters.saved_tensors import AliasPolicy, SavedTensors
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts
+from ps_core.engine._support.precision_note import note_precision
 
 
 class ParameterAccess:
@@ -70,19 +71,23 @@ class ParameterAccess:
         self.touch(records)
         if self._stepping.groups:
             self._stepping.check_use(records, opening=function in OPENING)
-        with torch._C.DisableTorchFunctionSubclass():
-            if torch.is_grad_enabled() and not self.saved.innermost:
-                result = self._call_with_hooks(function, args, kwargs)
-            else:
-                result = function(*args, **kwargs)
-            if self._passes.outside or function in OPENING:
-                self._expose(records, function)
-            # `check_unchanged`, inlined: this runs in every call, and `_version` is cheap within the block.
-            for record in records:
-                if record.parameter._version != record.counted_version:
-                    break
-            else:
-                return result
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                if torch.is_grad_enabled() and not self.saved.innermost:
+                    result = self._call_with_hooks(function, args, kwargs)
+                else:
+                    result = function(*args, **kwargs)
+                if self._passes.outside or function in OPENING:
+                    self._expose(records, function)
+                # `check_unchanged`, inlined: this runs in every call, and `_version` is cheap within the block.
+                for record in records:
+                    if record.parameter._version != record.counted_version:
+                        break
+                else:
+                    return result
+        except RuntimeError as error:
+            note_precision(error, [record.dtype for record in records])
+            raise
         self.check_unchanged(records)
         return result
 
