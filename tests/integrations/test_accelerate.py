@@ -178,6 +178,47 @@ def test_a_loss_function_is_no_second_model() -> None:
     release(model)
 
 
+@pytest.mark.parametrize("made_once", [True, False])
+def test_a_batch_that_fits_is_found(made_once: bool) -> None:
+    """`find_executable_batch_size` calls the function again; the model may be prepared before it, or within it."""
+    accelerator, tried, models = ours(), [], []
+
+    def prepared() -> Any:
+        model = llama()
+        models.append(model)
+        return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+
+    def steps(size: int, model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for index in range(3):
+            loss = model(**{name: value.repeat(size // 2, 1) for name, value in batch(index).items()}).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    given = prepared() if made_once else None
+
+    @accelerate.utils.find_executable_batch_size(starting_batch_size=10)
+    def train(size: int) -> list[float]:
+        tried.append(size)
+        if not made_once:
+            accelerator.free_memory()
+            for model in models:
+                release(model)
+            models.clear()
+        return steps(size, *(given or prepared()))
+
+    found = train()
+    assert tried[0] == 10
+    assert 2 <= tried[-1] < 10
+    for model in models:
+        release(model)
+    assert steps(tried[-1], *prepared()) == found
+    release(models[-1])
+
+
 def test_prepared_a_second_time() -> None:
     """What to do about it is said by `chunked`: the model did come with an optimizer."""
     model = llama()

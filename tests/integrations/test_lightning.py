@@ -194,6 +194,42 @@ def test_a_backbone_that_is_unfrozen_has_its_own_rate(tmp_path: Path) -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in found.state_dict().items())
 
 
+class Scaled(Automatic):
+    """Has a batch size that Lightning's finder changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader([row(index) for index in range(128)], batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader([row(index) for index in range(4)], batch_size=2)
+
+
+@pytest.mark.parametrize(("mode", "precision"), [("power", "bf16"), ("binsearch", "fp32")])
+def test_a_batch_that_fits_is_found(tmp_path: Path, mode: str, precision: str) -> None:
+    """`BatchSizeFinder` tries larger batches, and then trains from the start with one that fits."""
+    from lightning.pytorch.callbacks import BatchSizeFinder
+
+    told = {"max_steps": 3, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    told |= {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, "default_root_dir": str(tmp_path)}
+    finder = BatchSizeFinder(mode=mode, steps_per_trial=2, margin=0.0)
+    found, given = Scaled(), Scaled()
+    trainer = pl.Trainer(strategy=strategy(precision), callbacks=[finder], **told)
+    trainer.fit(found)
+    size = found.batch_size
+    assert 2 < size < 128
+    given.batch_size = size
+    other = pl.Trainer(strategy=strategy(precision), **told)
+    other.fit(given)
+    assert found.losses[-3:] == given.losses
+    states = [each.optimizers[0].state_dict()["state"] for each in (trainer, other)]
+    assert all(torch.equal(entry[name], states[1][index][name]) for index, entry in states[0].items() for name in entry)
+    release(found), release(given)
+
+
 def test_only_evaluated(tmp_path: Path) -> None:
     """Validation without `fit` keeps the budget, and has the same loss."""
     loader = torch.utils.data.DataLoader([row(index) for index in range(4)], batch_size=2)

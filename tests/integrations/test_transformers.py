@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from _hugging_face import llama, row
-from ps_core import Budget, InvalidInput, Options
+from ps_core import Budget, DoesNotFit, InvalidInput, Options
 from ps_core.engine import chunked, release, statistics
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -186,6 +186,26 @@ def test_saved_as_the_trainer_saves(tmp_path: Path) -> None:
 def test_the_librarys_own_precision_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidInput, match=rf"^{name}=True does not go with a memory budget"):
         ChunkedTrainingArguments(output_dir=str(tmp_path), **COMMON, **{name: True})
+
+
+def test_a_batch_that_fits_is_found(tmp_path: Path) -> None:
+    """`auto_find_batch_size` tries smaller batches; the one that fits trains as if it had been given."""
+    more = {"auto_find_batch_size": True, "per_device_train_batch_size": 16, "warmup_steps": 0}
+    found = ours(tmp_path, **more)
+    found.train()
+    size = found._train_batch_size
+    assert 2 <= size < 16
+    given = ours(tmp_path, **more | {"auto_find_batch_size": False, "per_device_train_batch_size": size})
+    given.train()
+    assert logged(found) == logged(given)
+    states = [trained.optimizer.state_dict()["state"] for trained in (found, given)]
+    assert all(torch.equal(entry[name], states[1][index][name]) for index, entry in states[0].items() for name in entry)
+    counted = statistics(found.model)
+    assert counted.steps == STEPS
+    assert counted.planned_passes > 0
+    release(found.model), release(given.model)
+    with pytest.raises(DoesNotFit, match="all tiers together"):
+        ours(tmp_path, **more, device_memory="40000", host_memory="80000").train()
 
 
 def test_an_optimizer_that_is_handed_over_is_refused(tmp_path: Path) -> None:

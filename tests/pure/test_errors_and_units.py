@@ -26,6 +26,7 @@ def test_every_error_is_one_of_ours_and_in_the_drawing():
     "error",
     [
         DoesNotFit(tier="device", moment="head", needed_bytes=5, available_bytes=3, proven=True, remedies=("more",)),
+        DoesNotFit(tier="device", moment="head", needed_bytes=5, available_bytes=3, proven=True, depends_on_batch=True),
         IllegalTransition(subject="weight", state="FREE", event="step", expected=("fetch",)),
         InvalidInput("no such size"),
     ],
@@ -36,6 +37,7 @@ def test_errors_can_be_copied_and_sent_to_another_process(error):
         assert type(found) is type(error)
         assert str(found) == str(error)
         assert vars(found) == vars(error)
+        assert found.args == error.args
 
 
 def test_does_not_fit_says_where_how_much_and_what_to_try():
@@ -48,6 +50,24 @@ def test_does_not_fit_says_where_how_much_and_what_to_try():
     )
     near = DoesNotFit(tier="host", moment="m", needed_bytes=1, available_bytes=1, proven=False)
     assert "within one extent of" in str(near)
+
+
+@pytest.mark.parametrize("depends_on_batch", [False, True])
+def test_libraries_take_what_a_smaller_batch_helps_for_out_of_memory(depends_on_batch):
+    """By the words that Accelerate and Lightning look for, which people do not see."""
+    error = DoesNotFit(
+        tier="device",
+        moment="head",
+        needed_bytes=2,
+        available_bytes=1,
+        proven=True,
+        remedies=("half the batch",),
+        depends_on_batch=depends_on_batch,
+    )
+    assert isinstance(error, RuntimeError)
+    (argument,) = error.args
+    assert ("CUDA out of memory." in argument) is depends_on_batch
+    assert str(error).endswith("more than the 1 bytes it has\n  try: half the batch")
 
 
 def test_an_illegal_transition_names_what_would_be_legal():

@@ -3,7 +3,7 @@
     PatrickStarError
     ├── InvalidInput (also a ValueError)   a size, name, option or file that cannot be used
     │   └── engine.CannotTrace             a model that fake tensors cannot follow
-    ├── DoesNotFit                         no plan exists within the budgets
+    ├── DoesNotFit (also a RuntimeError)   no plan exists within the budgets
     ├── DeviceOutOfMemory                  the accelerator ran out although the plan fitted
     ├── IllegalTransition                  a tensor was asked to enter a state it cannot reach
     ├── AlreadyManaged                     the model is already under management
@@ -23,6 +23,12 @@ one of them is raised.
 
 from __future__ import annotations
 
+_FOR_LIBRARIES = "\n(CUDA out of memory.)"
+"""What libraries look for in the argument of a `RuntimeError` before they try a smaller batch.
+
+Accelerate and the Trainer of transformers look for `` out of memory.``, Lightning for ``CUDA`` besides.
+"""
+
 
 class PatrickStarError(Exception):
     """Base class of every error that is raised on purpose."""
@@ -36,12 +42,13 @@ class InvalidInput(PatrickStarError, ValueError):
     """Say that a size, name, option or file of the caller's cannot be used; the message is one line."""
 
 
-class DoesNotFit(PatrickStarError):
+class DoesNotFit(PatrickStarError, RuntimeError):
     """Say that no plan exists within the budgets.
 
     ``needed_bytes`` and ``available_bytes`` are those of one tier (or of all tiers) at one moment. ``proven`` True: no
     plan can exist. ``proven`` False: the planner found none, for a budget within one largest extent of the lower
-    bound. Or a pass found no room, where another plan might.
+    bound. Or a pass found no room, where another plan might. ``depends_on_batch`` True: a smaller batch needs fewer
+    bytes. Libraries that look for a batch size then take this error for PyTorch's when memory runs out.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class DoesNotFit(PatrickStarError):
         available_bytes: int,
         proven: bool,
         remedies: tuple[str, ...] = (),
+        depends_on_batch: bool = False,
     ) -> None:
         self.tier = tier
         self.moment = moment
@@ -60,13 +68,17 @@ class DoesNotFit(PatrickStarError):
         self.available_bytes = available_bytes
         self.proven = proven
         self.remedies = remedies
+        self.depends_on_batch = depends_on_batch
         why = "more than" if proven or needed_bytes > available_bytes else "within one extent of"
         lines = [
             f"does not fit: {tier} needs {needed_bytes:,} bytes at {moment!r}, "
             f"{why} the {available_bytes:,} bytes it has"
         ]
         lines += [f"  try: {remedy}" for remedy in remedies]
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join(lines) + (_FOR_LIBRARIES if depends_on_batch else ""))
+
+    def __str__(self) -> str:
+        return super().__str__().removesuffix(_FOR_LIBRARIES)
 
 
 class DeviceOutOfMemory(PatrickStarError):

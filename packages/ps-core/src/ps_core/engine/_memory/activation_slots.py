@@ -205,4 +205,5 @@ class ActivationSlots:
                 "fewer blocks whose activations are offloaded: less goes there",
                 f"a smaller batch or sequence: {size:,} bytes go there at a time",
             ),
+            depends_on_batch=True,
         )

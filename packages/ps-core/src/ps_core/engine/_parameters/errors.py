@@ -74,6 +74,7 @@ def compute_tier_too_small(
             batch,
             *([held] if store.ledger.left_over_bytes else []),
         ),
+        depends_on_batch=bool(nonmodel_bytes or store.ledger.foreseen_bytes),
     )
 
 
@@ -145,6 +146,7 @@ def everything_too_large(
             *less,
             f"a smaller model: each parameter takes {needed_bytes / max(1, numel):.0f} bytes",
         ),
+        depends_on_batch=so_far,
     )
 
 
