@@ -23,14 +23,22 @@ def norms_of_rows() -> None:
 
 @case("was replaced after chunked(...) by one that nothing trains")
 def replaced() -> None:
-    model, _ = managed()
+    model, optimizer = managed()
     model[0].weight = nn.Parameter(torch.ones(4, 4))
-    with refused("was replaced after chunked(...) by one that nothing trains"):
+    with refused("was replaced after chunked(...) by one that nothing trains: give it to optimizer.add_param_group("):
+        model(X)
+    optimizer.add_param_group({"params": model[0].weight})
+    train(model, optimizer)
+    release(model)
+    model, _ = managed(trained=False)
+    model[0].weight = nn.Parameter(torch.ones(4, 4))
+    with refused("was replaced after chunked(...) by one that nothing trains: release(model)"):
         model(X)
     manage_and_train(release(model))
-    model, optimizer = managed()
+    model, _ = managed()
+    with materialized(model, write=True), torch.no_grad():
+        model[0].weight.fill_(1.0)
     torch.func.functional_call(model, {"0.weight": torch.ones(4, 4)}, (X,))
-    train(model, optimizer)
     release(model)
 
 

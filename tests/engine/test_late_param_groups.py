@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_core import SGD, AdamW, Budget, InvalidInput, TorchOptimizer
+from ps_core import SGD, AdamW, Budget, InvalidInput, TorchOptimizer, UnsupportedParameter
 from ps_core.engine import load_checkpoint, release, save_checkpoint
 from test_late_parameters import ROOMY, STAGES, Net, X, add_layer, managed, run_once, unfreeze
 
@@ -59,6 +59,69 @@ def test_a_param_group_of_their_own(spec: str, change: Callable[[nn.Module, int]
     assert len(one[1]) == STAGES
     assert all(torch.equal(value, other[3][name]) for name, value in one[3].items())
     assert one[4].keys() == other[4].keys()
+
+
+def replace_head(model: nn.Module, seed: int) -> list[nn.Parameter]:
+    """A new head under the old one's name, as for another number of classes."""
+    torch.manual_seed(seed)
+    model.layers[1] = nn.Linear(64, 64 - seed)
+    return list(model.layers[1].parameters())
+
+
+@pytest.mark.parametrize("listed_first", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_a_head_under_the_name_of_the_one_that_it_replaces(device: str, listed_first: bool, tmp_path: Path) -> None:
+    """Twice; the optimizer is told who trains it by `add_param_group`, before or after a pass that was refused."""
+    found = []
+    for manage in (True, False):
+        model, losses = Net(2), []
+        if manage:
+            budget = Budget(host="4MiB") if device == "cpu" else Budget(device="64KiB", host="4MiB")
+            model, optimizer = managed(model, budget, device=device)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        for stage in range(3):
+            if stage:
+                new = replace_head(model, stage)
+                if manage and not listed_first:
+                    with pytest.raises(UnsupportedParameter, match=r"give it to optimizer\.add_param_group"):
+                        model(X)
+                optimizer.add_param_group({"params": new, "lr": 0.05 / stage})
+            for index in range(2):
+                losses.append(model(X + index).item())
+                model(X + index).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if manage:
+            names = [group["param_names"] for group in optimizer.state_dict()["param_groups"]]
+            heads = [names[0][2:], names[1], names[2]]
+            assert heads[2] == ["layers.1.weight", "layers.1.bias"]
+            assert all(name.endswith("(removed)") for name in heads[0] + heads[1])
+            assert len({name for head in heads for name in head}) == 6
+            save_checkpoint(tmp_path / "saved", model, optimizer)
+            expected = [run_once(model, optimizer) for _ in range(2)]
+            load_checkpoint(tmp_path / "saved", model, optimizer)
+            assert [run_once(model, optimizer) for _ in range(2)] == expected
+            load_checkpoint(tmp_path / "saved", model, optimizer)
+            release(model)
+        found.append((losses, model.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
+def test_a_replaced_head_resumes_in_another_process(tmp_path: Path) -> None:
+    """The same change, and the same `add_param_group`, before the checkpoint is loaded."""
+    runs = []
+    for _ in range(2):
+        model, optimizer = managed(Net(2), Budget(device="1MiB", host="4MiB"), precision="bf16")
+        optimizer.add_param_group({"params": replace_head(model, 4), "lr": 0.05})
+        runs.append((model, optimizer))
+    first, again = runs
+    run_once(*first)
+    save_checkpoint(tmp_path / "saved", *first)
+    load_checkpoint(tmp_path / "saved", *again)
+    assert [run_once(*again) for _ in range(2)] == [run_once(*first) for _ in range(2)]
+    release(first[0]), release(again[0])
 
 
 def test_a_param_group_outlives_a_state_dict_and_a_checkpoint(tmp_path: Path) -> None:

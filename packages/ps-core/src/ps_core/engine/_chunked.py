@@ -198,6 +198,7 @@ class _Wishes:
         made = ChunkedOptimizer(
             engine, engine.records, self.rule, loss_scale=loss_scale, max_grad_norm=self.max_grad_norm
         )
+        engine.use(made.awaits)
         engine.stepping.use(made.settings)
         if engine.speculation is not None:
             engine.speculation.use(made.settings)

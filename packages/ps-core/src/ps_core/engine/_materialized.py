@@ -190,7 +190,8 @@ def _check_shape(record: ParamState, value: torch.Tensor) -> None:
     if value.shape != record.shape:
         raise InvalidInput(
             f"{record.name!r} now has shape {tuple(value.shape)}, expected {tuple(record.shape)}: to change shapes, "
-            "release(model) first"
+            "release(model) first. This parameter is as before the block, but other parts of the model may expect the "
+            "new shape: make the change again after release(model), then call chunked again"
         )
 
 

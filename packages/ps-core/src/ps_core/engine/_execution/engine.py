@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -65,6 +66,7 @@ class Engine:
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
         self.passes = PassTracker(parts, self.records, counters, constant_bytes, scheduler(self))
         self._deciding = StepDecisions(self.gradients)
+        self._awaits: WeakMethod[Callable[[torch.Tensor], bool]] | None = None
         self.usability = Usability(store)
         self.access = access = ParameterAccess(
             parts,
@@ -103,6 +105,15 @@ class Engine:
         )
         self.management = management(self)
         """The owner of the hooks."""
+
+    def use(self, awaits: Callable[[torch.Tensor], bool]) -> None:
+        """Use this method of the optimizer, which is made after the engine and may be freed."""
+        self._awaits = WeakMethod(awaits)
+
+    def awaits(self, parameter: torch.Tensor) -> bool:
+        """Return True if the optimizer was given a parameter that is not managed yet, so that it will be trained."""
+        method = None if self._awaits is None else self._awaits()
+        return method is not None and method(parameter)
 
     # Checks.
 

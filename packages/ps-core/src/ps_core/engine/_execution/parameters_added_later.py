@@ -19,7 +19,7 @@ from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.aliased_storage import find_ties
 from ps_core.engine._parameters.errors import everything_too_large
 from ps_core.engine._parameters.first_home_slots import bytes_of, copy_in_values, kinds_of, reserve_homes, write_value
-from ps_core.engine._parameters.grouping import Grouping, named
+from ps_core.engine._parameters.grouping import Grouping, name_as_in, named
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._support.checksum import checksum
 from ps_core.engine._support.interrupts import defer_interrupts_installing
@@ -59,13 +59,14 @@ def take_in(
         if next(module.parameters(recurse=False), None) is not None:
             refuse_script(name, module)
     known = {record.name for record in engine.records}
+    listing = "give it to optimizer.add_param_group(...), or " if engine.passes.scheduler.training else ""
     tied = find_ties(nn.ParameterList(parameter for _, parameter in named(model)))
     for name, parameter in named(model):
-        if name in known:
+        if name in known and not engine.awaits(parameter):
             raise UnsupportedParameter(
-                f"parameter {name!r} was replaced after chunked(...) by one that nothing trains: release(model), then "
-                "call chunked again; for other values use materialized(model, write=True), or give functional_call "
-                "plain tensors"
+                f"parameter {name!r} was replaced after chunked(...) by one that nothing trains: {listing}"
+                "release(model), then call chunked again; for other values use materialized(model, write=True), or "
+                "give functional_call plain tensors"
             )
         if parameter.is_meta or tied:
             raise UnsupportedParameter(
@@ -86,6 +87,7 @@ def take_in(
     engine.finish_pass()
     engine.passes.scheduler.forget_plan()
     _reserve(engine, groups, accumulates=accumulates)
+    name_as_in(model, engine.records, taken=grouping.records)
     engine.groups.extend(groups)
     engine.passes.add_records(records)
     copy_in_values(grouping.records, values, engine)

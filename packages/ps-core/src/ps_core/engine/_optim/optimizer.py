@@ -369,6 +369,10 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self._list(record, index)
         self._awaited |= {id(each): (each, index) for each in parameters if id(each) not in known}
 
+    def awaits(self, parameter: torch.Tensor) -> bool:
+        """Return True for a parameter that `add_param_group` was given and the model does not have yet."""
+        return id(parameter) in self._awaited
+
     # ---- what torch's optimizers can do and this cannot ----
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

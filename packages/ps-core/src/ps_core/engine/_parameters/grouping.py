@@ -77,10 +77,11 @@ def all_names(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def name_as_in(model: nn.Module, records: Collection[ParamState]) -> None:
+def name_as_in(model: nn.Module, records: Collection[ParamState], *, taken: Collection[str] = ()) -> None:
     """Rename records to their parameters' present names in a model, whose modules may have been moved or removed.
 
-    A parameter that is not in the model any more keeps its name, unless another managed one has that name now.
+    A parameter that is not in the model any more keeps its name, unless another managed one has that name now, or it is
+    among ``taken``.
     """
     present = {id(parameter): name for name, parameter in model.named_parameters()}
     inside = [record for record in records if id(record.parameter) in present]
@@ -88,7 +89,7 @@ def name_as_in(model: nn.Module, records: Collection[ParamState]) -> None:
         return
     for record in inside:
         record.rename(present[id(record.parameter)])
-    used = {record.name for record in inside}
+    used = {record.name for record in inside}.union(taken)
     for record in records:
         if id(record.parameter) not in present:
             while record.name in used:
