@@ -36,7 +36,7 @@ from ps_core.engine._parameters.param_state import HOST, ParamGroup, ParamState
 from ps_core.engine._parameters.saved_tensors import free_broken_backward, recomputing
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
-from ps_core.engine._tracing.batch_shape import tensors_of
+from ps_core.engine._tracing.input_tensors import tensors_of
 from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
 
 _INDEX, _GRADS = attrgetter("index"), attrgetter("grads")

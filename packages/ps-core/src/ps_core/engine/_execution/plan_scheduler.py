@@ -42,6 +42,7 @@ from ps_core.engine._tracing.first_pass import (
     estimate_first_pass,
     matches_estimate,
 )
+from ps_core.engine._tracing.input_tensors import VALUES
 from ps_core.engine._tracing.pass_recording import PassRecording
 
 _WATCHED_EVERY = 32
@@ -167,7 +168,7 @@ class PlanScheduler:
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and not value.is_nested:
                 key.append((value.shape, value.dtype))
-            elif isinstance(value, torch.Tensor | dict | list | tuple):
+            elif value is not None and not isinstance(value, VALUES):
                 return batch_of(args, kwargs)
         if key != self._seen[0]:
             self._seen = key, batch_of(args, kwargs)

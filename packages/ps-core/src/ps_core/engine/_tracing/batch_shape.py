@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+
+from ps_core.engine._tracing.input_tensors import tensors_of
 
 _MODULE_CALLS = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__})
 
@@ -42,7 +43,7 @@ class BatchShape:
 
 def batch_of(args: Any, kwargs: Any) -> BatchShape:
     """Return the shape of a call's arguments."""
-    tensors = list(tensors_of((args, kwargs)))
+    tensors = tensors_of((args, kwargs))
     shapes = tuple(map(_shape, tensors))
     return BatchShape(shapes, max(map(_tokens, tensors, shapes), default=0))
 
@@ -55,18 +56,6 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape)
     parts = tensor.detach().unbind()
     return sum(part.numel() for part in parts), len(parts), *map(max, zip(*(part.shape for part in parts), strict=True))
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dictionaries, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors_of(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_of(each)
 
 
 def describe_call(model: nn.Module, args: Any, kwargs: Any) -> str:
