@@ -3,7 +3,7 @@
 [Note: what a plan is good for]
 A plan is made from one recorded pass. It serves every batch whose tensors are no larger, training and evaluation alike.
 A larger batch is served on demand, recorded, and planned anew. So the present plan is always that of the largest batch
-seen.
+seen. `_execution.other_batches` says what becomes of batches of another structure.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.lower_home_slots import HomePlacement
 from ps_core.engine._execution.on_demand_driver import OnDemandDriver
+from ps_core.engine._execution.other_batches import OtherBatches
 from ps_core.engine._execution.passes_without_plan import ResidentDriver
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.plan_request import PlanRequest
@@ -92,6 +93,7 @@ class PlanScheduler:
         self._homes = HomePlacement(engine)
         self._evaluated: tuple[BatchShape, int] | None = None
         """The batch of the last evaluation on demand, and its peak of non-model bytes."""
+        self._others = OtherBatches(model_name, self._say)
         self._replayed = 0
         """Number of passes that began by a plan."""
         self._spare_bytes = 0
@@ -204,8 +206,9 @@ class PlanScheduler:
             return
         try:
             assert self._batch is not None, "the pass is the root module's"
-            larger, self._estimated = self._recorded, self._adopt(recording, self._batch)
-            if larger and self._estimated:
+            larger, before, done = self._recorded, self._plan, self._serve_both(recording, self._batch)
+            self._estimated = self._adopt(recording, self._batch) if done is None else done
+            if larger and self._plan is not before:
                 engine.counters.replanned()
         except DoesNotFit as error:
             if error.tier == engine.store.tiers[0].name:
@@ -244,9 +247,9 @@ class PlanScheduler:
             demand.expect(None)
             self._homes.make_room_to_read()
             return self._uncapped(demand)
-        if self._served != self._planned_for and not self._planned_for.covers(self._served):
+        if self._served != self._planned_for and not self._is_served(training):
             part = "a part of the model is called by itself"
-            engine.counters.diverged(part if self._served is None else "a batch larger than the plan's")
+            engine.counters.diverged(part if self._served is None else self._planned_for.difference(self._served))
             demand.expect(None)
             self._free_for_unplanned(training)
             return self._uncapped(demand)
@@ -273,6 +276,11 @@ class PlanScheduler:
         tracked = training is self._setup.training and self._is_watched()
         stepping = (engine.speculation or engine.stepping) if training else None
         return self._replay(plan, segment, tracked=tracked, stepping=stepping)
+
+    def _is_served(self, training: bool) -> bool:
+        """Return True if the plan leaves free what a pass with the present batch needs."""
+        covered = self._planned_for.covers(self._served)
+        return covered or (not training and self._others.covers_evaluation(self._served))
 
     def _replay(
         self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: Stepping | None = None
@@ -324,6 +332,7 @@ class PlanScheduler:
         """Drop the plan, because groups change; move home slots off the compute tier, for a first pass."""
         self._homes.move_down()
         self._plan = self._found = self._source = None
+        self._others.begin_plan()
         self._tried = self._estimated = self._recorded = self._measured = False
 
     def plan_abandoned(self) -> None:
@@ -341,19 +350,25 @@ class PlanScheduler:
             return
         if self._engine.resident:
             if self._engine.passes.tracked and recording.training is self._setup.training:
+                self._planned_for = self._planned_for.beside(batch) if self._measured else batch
                 self._measured = not recording.training or self._passes_of_step >= self._setup.accumulate
-                self._planned_for = batch
             return
         if recording.overrun or (self._estimated and recording.training and self._is_wrong(recording)):
             self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
         if not self._engine.passes.tracked or self._engine.passes.broke_off or not recording.complete:
             return
         if recording.training is not self._setup.training:
-            peak = recording.peak_nonmodel_bytes + self._engine.constant_bytes
-            self._evaluated = batch, peak
+            self._note_evaluation(recording, batch)
             return
         if self._plan is None or self._estimated or not self._planned_for.covers(batch):
             self._found = recording, batch
+
+    def _note_evaluation(self, recording: PassRecording, batch: BatchShape) -> None:
+        """Remember what an evaluation on demand took; the plan serves the next one if it leaves as much free."""
+        constant_bytes = self._engine.constant_bytes
+        self._evaluated = batch, recording.peak_nonmodel_bytes + constant_bytes
+        if self._plan is not None:
+            self._others.note_evaluation(self._plan, recording, batch, constant_bytes)
 
     def _is_wrong(self, recording: PassRecording) -> bool:
         """Return True if the pass differs from its estimate; not called for a pass that broke off."""
@@ -409,18 +424,42 @@ class PlanScheduler:
         """Make a plan, if a pass was recorded that has none."""
         self._before_step = self._engine.passes.gradient_passes
         if self._found is None or all(group.pinned for group in self._engine.groups):
+            if self._others.in_a_row:
+                self._others.end_row()
             return
         recording, batch = self._found
         self._found = None
         if self._estimated and self._plan is not None and matches_estimate(recording, self._plan.recording):
             self._estimated, self._recorded = False, True
             return
-        if not self._adopt(recording, batch):
+        before, done = self._plan, self._serve_both(recording, batch)
+        if done is None:
+            if before is not None and not self._estimated and not self._others.is_due(batch, self._planned_for):
+                return
+            done = self._adopt(recording, batch)
+        if not done:
             self._found = recording, batch  # memory has live aliases: try again after the next pass
             return
-        if self._recorded:
+        if self._recorded and self._plan is not before:
             self._engine.counters.replanned()
         self._estimated, self._recorded = False, True
+
+    def _serve_both(self, recording: PassRecording, batch: BatchShape) -> bool | None:
+        """Make one plan serve such passes and those before; return False if that is not possible now, None if never."""
+        if self._plan is None or self._source is None or batch.replaces(self._planned_for):
+            return None
+        source, before = self._source
+        both, batches = self._others.join(source, recording), before.beside(batch)
+        if both is None:
+            return None
+        if both.moments == source.moments:  # there is room already
+            self._planned_for, self._source = batches, (both, batches)
+            return True
+        try:
+            return self._adopt(both, batches)
+        except DoesNotFit:
+            self._others.note_failure()
+            return None
 
     def _adopt(self, recording: PassRecording, batch: BatchShape) -> bool:
         """Plan from these moments and move everything to the plan's places; return False if that is not possible
@@ -430,6 +469,7 @@ class PlanScheduler:
         plan = self._asking.find(recording, batch, self._spare_bytes)
         if not self._put_in_force(plan, recording, batch):
             return False
+        self._others.begin_plan()
         self._say(
             f"{self._model_name}: planned {len(plan.recording.moments)} moments of {len(plan.order)} groups in "
             f"{time.monotonic() - started:.1f} s; {plan.planned.prediction.step_time_s:.3g} s a step are predicted for "

@@ -186,8 +186,8 @@ class RanksScheduler(PlanScheduler):
         segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
         if training:
             self._sums.begin_pass()
-        if not why and not self._planned_for.covers(batch):
-            why = "a batch larger than the plan's"
+        if not why and not self._is_served(training):
+            why = self._planned_for.difference(batch)
             with self._shards.moving:
                 self._free_for_unplanned(training)
         elif not why and self._homes.elsewhere and not self._move_to_plan(plan):
@@ -237,7 +237,7 @@ class RanksScheduler(PlanScheduler):
         if batch is None or passes.broke_off or not recording.complete or not passes.tracked:
             return
         if recording.training is not self._setup.training:
-            self._evaluated = batch, recording.peak_nonmodel_bytes + self._engine.constant_bytes
+            self._note_evaluation(recording, batch)
         elif self._estimated and self._mine is not None:
             if not matches_estimate(recording, self._mine[0]):
                 self._found = recording, batch

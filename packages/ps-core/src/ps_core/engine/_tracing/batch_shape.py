@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -13,14 +13,18 @@ from torch import nn
 from ps_core.engine._tracing.input_tensors import tensors_of
 
 _MODULE_CALLS = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__})
+_MOST_OTHERS = 7
+"""A plan serves so many batches besides the first, none of which covers another."""
 
 
 @dataclass(slots=True)
 class BatchShape:
-    """The size of the batch that the root module was last called with."""
+    """The size of the batch that the root module was last called with, or of the batches that a plan serves."""
 
     shapes: tuple[tuple[int, ...], ...] = ()
     tokens: int = 0
+    others: tuple[BatchShape, ...] = ()
+    """Batches of other structures or shapes that the same plan serves."""
 
     @property
     def dimensions(self) -> tuple[int, ...]:
@@ -29,10 +33,29 @@ class BatchShape:
 
     def covers(self, other: BatchShape | None) -> bool:
         """Return True if no size of the other batch is larger: this one's plan then serves both."""
-        if other is None or self.dimensions != other.dimensions:
+        if other is None:
             return False
-        pairs = zip(self.shapes, other.shapes, strict=True)
-        return all(b <= a for mine, yours in pairs for a, b in zip(mine, yours, strict=True))
+        if self.dimensions == other.dimensions:
+            pairs = zip(self.shapes, other.shapes, strict=True)
+            if all(b <= a for mine, yours in pairs for a, b in zip(mine, yours, strict=True)):
+                return True
+        return bool(self.others) and any(each.covers(other) for each in self.others)
+
+    def replaces(self, planned_for: BatchShape) -> bool:
+        """Return True if a plan for this batch serves all that a plan for the other ones does."""
+        return self.covers(planned_for) and all(map(self.covers, planned_for.others))
+
+    def difference(self, other: BatchShape) -> str:
+        """Return why a plan for this batch does not serve the other one."""
+        if other.dimensions in (self.dimensions, *(each.dimensions for each in self.others)):
+            return "a batch larger than the plan's"
+        return "inputs of another structure than the plan's batch"
+
+    def beside(self, other: BatchShape) -> BatchShape:
+        """Return what a plan serves that serves the other batch and this one's; of many, the newest."""
+        mine = [replace(each, others=()) for each in (self, *self.others)]
+        kept = [each for each in mine if not other.covers(each)]
+        return BatchShape(other.shapes, max(self.tokens, other.tokens), others=tuple(kept[:_MOST_OTHERS]))
 
     def joined(self, other: BatchShape) -> BatchShape:
         """Return the smallest batch that covers both, which have the same dimensions."""

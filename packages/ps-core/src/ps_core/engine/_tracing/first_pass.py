@@ -116,12 +116,17 @@ def matches_estimate(recording: PassRecording, estimate: PassRecording) -> bool:
 
     What its moments computed is taken from the estimate, also where only the bytes are others.
     """
-    ran, foreseen = map(_outline, recording.moments), map(_outline, estimate.moments)
-    if list(ran) != list(foreseen) or recording.moved_activations != estimate.moved_activations:
+    if not same_moments(recording, estimate):
         return False
     for moment, like in zip(recording.moments, estimate.moments, strict=True):
         moment.work = like.work
     return recording.peak_nonmodel_bytes <= estimate.peak_nonmodel_bytes
+
+
+def same_moments(one: PassRecording, other: PassRecording) -> bool:
+    """Return True if two passes do the same in each moment, and move the same activations; bytes may differ."""
+    mine, yours = map(_outline, one.moments), map(_outline, other.moments)
+    return list(mine) == list(yours) and one.moved_activations == other.moved_activations
 
 
 def begins_like_estimate(recording: PassRecording, estimate: PassRecording) -> bool:

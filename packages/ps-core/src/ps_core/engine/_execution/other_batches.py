@@ -1,0 +1,96 @@
+"""Decide what becomes of batches that a plan was not made for.
+
+[Note: batches in turn]
+A loop may use batches of several structures in turn, as with labels and without. If their passes have the same moments,
+one plan serves them all: it leaves free what the largest of them needs in each moment. If not, the plan in force stays,
+and the other passes run on demand. Such a plan is changed for another twice at once, in case the loop goes on with
+other batches. After that the other batches must come in 2, 4, 8 ... steps in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ps_core._extents import SegmentName
+from ps_core.engine._execution.engine_plan import EnginePlan
+from ps_core.engine._tracing.batch_shape import BatchShape
+from ps_core.engine._tracing.first_pass import same_moments
+from ps_core.engine._tracing.pass_recording import PassRecording
+
+_CHANGES_AT_ONCE = 2
+_JOINS = 3
+_MOST_EVALUATIONS = 8
+"""Evaluations of so many shapes are remembered."""
+
+
+class OtherBatches:
+    """Remember which batches the plan in force serves besides its own, and how often batches changed."""
+
+    def __init__(self, model_name: str, say: Callable[[str], None]) -> None:
+        self._model_name, self._say, self._told = model_name, say, False
+        self._changes = 0
+        """How often a plan was made that does not serve the batches of the plan before."""
+        self.in_a_row = 0
+        """Steps in a row that the plan in force did not serve, and that no plan was made for."""
+        self._joins_left = _JOINS
+        """How many more plans for several kinds of batches may turn out not to fit."""
+        self.evaluations: tuple[BatchShape, ...] = ()
+        """Batches of evaluations that the plan serves: they ran on demand, and took no more than it leaves free."""
+
+    def begin_plan(self) -> None:
+        """Note that another plan is in force, or none: no evaluation was measured beside it."""
+        self.evaluations, self.in_a_row = (), 0
+
+    def end_row(self) -> None:
+        """Note a step that the plan in force served."""
+        self.in_a_row = 0
+
+    def note_failure(self) -> None:
+        """Note that no plan fits for passes that `join` put together."""
+        self._joins_left -= 1
+
+    def note_evaluation(
+        self, plan: EnginePlan, recording: PassRecording, batch: BatchShape, constant_bytes: int
+    ) -> None:
+        """Note that the plan serves such evaluations, if this one had its moments and took no more bytes."""
+        planned = plan.segments[SegmentName.EVAL].moments
+        if recording.training or len(recording.moments) != len(planned):
+            return
+        for moment, like in zip(recording.moments, planned, strict=True):
+            if moment.held or not like.reads.issuperset(moment.reads):
+                return
+            if moment.nonmodel_bytes + constant_bytes > like.nonmodel_bytes:
+                return
+        others = [each for each in self.evaluations if not batch.covers(each)]
+        self.evaluations = (batch, *others[: _MOST_EVALUATIONS - 1])
+
+    def covers_evaluation(self, batch: BatchShape | None) -> bool:
+        """Return True if an evaluation of no smaller a batch was seen to fit beside the plan."""
+        return any(each.covers(batch) for each in self.evaluations)
+
+    def is_due(self, batch: BatchShape, planned_for: BatchShape) -> bool:
+        """Return True if a plan is to be made for this batch in place of the present one; called once a step."""
+        if batch.replaces(planned_for):
+            return True  # it grew: the new plan serves both
+        self.in_a_row += 1
+        if self.in_a_row < 2 ** max(0, self._changes - _CHANGES_AT_ONCE + 1):
+            if not self._told:
+                self._told = True
+                self._say(
+                    f"{self._model_name}: batches of several structures or shapes come in turn, and their passes "
+                    "differ: the plan stays, and batches that it does not serve run on demand"
+                )
+            return False
+        self._changes += 1
+        return True
+
+    def join(self, first: PassRecording, second: PassRecording) -> PassRecording | None:
+        """Return a pass that leaves room in each moment for both; None: their moments differ, or such plans fail."""
+        if not self._joins_left or not same_moments(first, second):
+            return None
+        moments = [
+            replace(mine, nonmodel_bytes=max(mine.nonmodel_bytes, yours.nonmodel_bytes))
+            for mine, yours in zip(first.moments, second.moments, strict=True)
+        ]
+        return replace(first, moments=moments, foreseen=first.foreseen or second.foreseen)
