@@ -42,7 +42,7 @@ from ps_core.engine._support.refuse_programs import (
     tracing_state,
     transforms,
 )
-from ps_core.engine._tracing.batch_shape import tensors_of
+from ps_core.engine._tracing.input_tensors import tensors_of
 
 _CAST = (*FLOATS, torch.float64)
 """Types of inputs that are cast to the model's precision."""
