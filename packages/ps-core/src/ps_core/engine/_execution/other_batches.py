@@ -31,6 +31,9 @@ class OtherBatches:
         self._model_name, self._say, self._told = model_name, say, False
         self._changes = 0
         """How often a plan was made that does not serve the batches of the plan before."""
+        self._before: PassRecording | None = None
+        """The last pass of several calls."""
+        self._larger_calls = 0
         self.in_a_row = 0
         """Steps in a row that the plan in force did not serve, and that no plan was made for."""
         self._joins_left = _JOINS
@@ -68,6 +71,20 @@ class OtherBatches:
     def covers_evaluation(self, batch: BatchShape | None) -> bool:
         """Return True if an evaluation of no smaller a batch was seen to fit beside the plan."""
         return any(each.covers(batch) for each in self.evaluations)
+
+    def confirms(self, recording: PassRecording, source: tuple[PassRecording, BatchShape] | None) -> bool:
+        """Return True if a pass of several calls repeats the one before, or the one that the plan is from (``source``).
+
+        A loop's first pass may have one more, whose graph was still alive.
+        """
+        before, self._before = self._before, recording
+        known = [] if source is None else [source[0]]
+        return any(same_moments(each, recording) for each in (*known, *([] if before is None else [before])))
+
+    def note_larger_call(self) -> bool:
+        """Note a later call with a larger batch; return True if the next pass is to be recorded for it."""
+        self._larger_calls += 1
+        return self._larger_calls & (self._larger_calls - 1) == 0
 
     def is_due(self, batch: BatchShape, planned_for: BatchShape) -> bool:
         """Return True if a plan is to be made for this batch in place of the present one; called once a step."""

@@ -37,11 +37,12 @@ from ps_core.engine._parameters.saved_tensors import free_broken_backward, recom
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
 from ps_core.engine._tracing.input_tensors import tensors_of
-from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
+from ps_core.engine._tracing.pass_recording import MOST_CALLS, MomentRecord, PassRecording
 
 _INDEX, _GRADS = attrgetter("index"), attrgetter("grads")
 _graph_task = torch._C._current_graph_task_id
 """Return the number of the backward pass that this thread works for; -1: there is none."""
+_LEFT = "the pass left its plan"
 
 
 class PassTracker:
@@ -140,13 +141,16 @@ class PassTracker:
 
     def enter_forward(self) -> None:
         """Begin the root module's forward; `end_open` has ended what was open."""
+        task = torch._C._current_graph_task_id()
         if self.recording is None:
             self._begin(backward=False)
+        elif self.driver.for_rest is not None:
+            self.recording.irregular = "weights are read outside of the model before it is called"
+            self.driver = self.driver.for_rest(torch.is_grad_enabled(), False)
+        elif task != -1 or not self.scheduler.plans_several_calls or self.recording.calls >= MOST_CALLS:
+            self.recording.irregular = "the model is called within backward, or many times before backward"
         else:
-            self.recording.regular = False
-            if self.driver.for_rest is not None:
-                self.driver = self.driver.for_rest(torch.is_grad_enabled(), False)
-        task = torch._C._current_graph_task_id()
+            self.recording.calls += 1
         if task not in (-1, self._task) and not recomputing():
             self._around = task
         self.outside = False
@@ -164,6 +168,12 @@ class PassTracker:
         evaluated = not torch.is_grad_enabled() or (self.evaluates and not _has_saved(self._records))
         self.evaluates = False
         if evaluated and self.recording is not None and not within_backward:
+            self._finish_unless_backward_comes(self.recording)
+
+    def _finish_unless_backward_comes(self, recording: PassRecording) -> None:
+        """End the pass after a call without gradients, unless that was made in a training pass that goes on."""
+        several = self.scheduler.plans_several_calls and recording.training and recording.calls < MOST_CALLS
+        if not several or recording.ends_backward or not _has_saved(self._records):
             self.finish()
 
     # Moments.
@@ -207,7 +217,7 @@ class PassTracker:
         for record in records:
             reads[record.group] = None
         if not backward and self.current is not None and self.current.backward:
-            recording.regular = False
+            recording.irregular = "a parameter is used outside of backward after backward began"
         first = next(iter(reads or gains)).tensors[0]
         moment = MomentRecord(
             backward,
@@ -260,6 +270,16 @@ class PassTracker:
         if recorder is not None:
             recorder.begin_moment(name)
 
+    @defer_interrupts
+    def leave_plan(self, why: str, *, overrun: bool) -> None:
+        """Leave the plan before a further call of the root module; ``overrun``: plan the next such pass anew."""
+        if (dispatch_modes() or function_modes()) and not modes_are_off():
+            with modes_off():
+                self.leave_plan(why, overrun=overrun)
+        elif isinstance(self.driver, PlanDriver) and self.recording is not None:
+            self.recording.overrun = overrun
+            self.diverge(Diverged(why))
+
     def diverge(self, why: Diverged) -> None:
         """Leave the plan for the rest of the pass."""
         replay, self.driver = self.driver, self.demand
@@ -274,7 +294,7 @@ class PassTracker:
                 if not self.followed:
                     self.demand.adopt(self._groups)
                     if self.recording is not None:
-                        self.recording.regular = False
+                        self.recording.irregular = _LEFT
                 self.nonmodel.start()
 
     def _close_moment(self, *, strict: bool = True) -> list[ParamState]:
@@ -339,7 +359,8 @@ class PassTracker:
         broke_off = self.broke_off and _graph_task() == -1  # else a hook read a gradient, and backward goes on
         self._store.ledger.begin_pass(self.nonmodel.free_broken_pass() if broke_off else 0)
         training = backward or (torch.is_grad_enabled() and not self.evaluates)
-        self.recording, self.followed = PassRecording(regular=not backward, training=training), False
+        irregular = "backward runs in the graph of an earlier pass" if backward else ""
+        self.recording, self.followed = PassRecording(irregular=irregular, training=training), False
         if not self._resident:
             self.driver = self.demand  # ends the pass if an error comes before its driver is chosen
         self.driver = self.scheduler.driver_for_pass(training, backward=backward)
@@ -406,7 +427,8 @@ class PassTracker:
             self._counters.enter_phase("")
             uninstall()
         self._store.ledger.set_nonmodel(0)
-        recording.regular = recording.regular and not _has_saved(self._records)
+        if not recording.irregular and _has_saved(self._records):
+            recording.irregular = "backward leaves a graph behind: call it once, for the sum of all losses"
         self._counters.passed(replayed=self.driver.follows_plan)
         self.gradient_passes += recording.training and any(map(_GRADS, recording.moments))
         if self.tracked or self.broke_off:  # else the recording has no new figures
@@ -419,12 +441,12 @@ class PassTracker:
             try:
                 self.driver.finish()
             except Diverged as why:
-                recording.regular = False
+                recording.irregular = _LEFT
                 self.diverge(why)
                 self._finish_without_plan(broken_by)
             except BaseException as why:  # out of memory, say: the plan is left, or its home slots stayed lent
                 if isinstance(self.driver, PlanDriver):
-                    recording.regular = False
+                    recording.irregular = _LEFT
                     self.diverge(Diverged(str(why)))
                     self._finish_without_plan(broken_by)
                 elif self._defer_collectives(why, broken_by):

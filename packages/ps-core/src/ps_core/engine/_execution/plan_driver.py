@@ -25,7 +25,7 @@ from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.speculative_steps import Stepping
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
-from ps_core.engine._parameters.state_transitions import SlotContents
+from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._support.counters import Counters
 
 
@@ -245,3 +245,31 @@ class PlanDriver:
         if self._worker is None or instr.queue is Queue.CPU:
             return False
         return any(not event.done for event in self._executor.work_before(instr))
+
+
+def why_not_ready(groups: list[ParamGroup]) -> str:
+    """Return why no segment of a plan can begin with the groups as they are; an empty text if one can."""
+    for group in groups:
+        if 0 in group.weight_chunk.copies:
+            return f"memory of {group.name} has live aliases"
+        for record in group.tensors:
+            if record.contents is not SlotContents.WEIGHT:
+                return f"a gradient is in the weight slot of {group.name}"
+    return ""
+
+
+def fits_step(plan: EnginePlan, groups: list[ParamGroup]) -> bool:
+    """Return True if gradients are where the plan's step expects them, and no weight has live aliases."""
+    stepped = plan.stepped
+    for group in groups:
+        if group.fixed_tier is not None:
+            continue
+        if 0 in group.weight_chunk.copies:
+            return False
+        over = group in plan.overwritten
+        wanted = GradientPlace.IN_WEIGHT_SLOT if over else GradientPlace.IN_ACCUMULATOR
+        for record in group.tensors:
+            known = (GradientPlace.NONE, wanted) if group in stepped else (GradientPlace.NONE,)
+            if record.gradient not in known:
+                return False
+    return True

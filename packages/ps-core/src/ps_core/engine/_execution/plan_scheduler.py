@@ -9,6 +9,7 @@ seen. `_execution.other_batches` says what becomes of batches of another structu
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,12 +28,13 @@ from ps_core.engine._execution.lower_home_slots import HomePlacement
 from ps_core.engine._execution.on_demand_driver import OnDemandDriver
 from ps_core.engine._execution.other_batches import OtherBatches
 from ps_core.engine._execution.passes_without_plan import ResidentDriver
-from ps_core.engine._execution.plan_driver import PlanDriver
+from ps_core.engine._execution.plan_driver import PlanDriver, fits_step, why_not_ready
 from ps_core.engine._execution.plan_request import PlanRequest
+from ps_core.engine._execution.unplanned_passes import UnplannedPasses
 from ps_core.engine._memory.reserved_bytes import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.speculative_steps import Stepping
-from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
+from ps_core.engine._parameters.state_transitions import GradientPlace
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line, say_if_debugging
 from ps_core.engine._tracing.batch_shape import BatchShape, batch_of, within_a_module
@@ -44,7 +46,7 @@ from ps_core.engine._tracing.first_pass import (
     matches_estimate,
 )
 from ps_core.engine._tracing.input_tensors import VALUES
-from ps_core.engine._tracing.pass_recording import PassRecording
+from ps_core.engine._tracing.pass_recording import MOST_CALLS, PassRecording
 
 _WATCHED_EVERY = 32
 """The non-model bytes of one in so many planned passes are measured, which costs time."""
@@ -94,6 +96,7 @@ class PlanScheduler:
         self._evaluated: tuple[BatchShape, int] | None = None
         """The batch of the last evaluation on demand, and its peak of non-model bytes."""
         self._others = OtherBatches(model_name, self._say)
+        self._unplanned = UnplannedPasses(model_name, self._say)
         self._replayed = 0
         """Number of passes that began by a plan."""
         self._spare_bytes = 0
@@ -106,6 +109,11 @@ class PlanScheduler:
     @property
     def training(self) -> bool:
         """Return True if the model has an optimizer."""
+        return self._setup.training
+
+    @property
+    def plans_several_calls(self) -> bool:
+        """Return True if a pass may call the root module more than once and be planned."""
         return self._setup.training
 
     @property
@@ -141,6 +149,13 @@ class PlanScheduler:
             self._recover()
         if self._engine.stepping.groups and torch.is_grad_enabled():
             self._engine.stepping.check_pass()
+        if (
+            self._setup.training
+            and self._engine.passes.recording is not None
+            and torch._C._current_graph_task_id() == -1
+        ):
+            self._add_call(self._batch_of(args, kwargs))
+            return
         self._batch = self._batch_of(args, kwargs)
         if not self._setup.training:
             self.maybe_replan()
@@ -151,13 +166,26 @@ class PlanScheduler:
                 self._foresee(module, args, kwargs)
             self._tried = True  # only now: after an interrupt the next call tries again
 
+    def _add_call(self, batch: BatchShape) -> None:
+        """Note a further call in an open pass; the plan is left if it has no room for this call."""
+        if self._served is None or len(self._served.later) >= MOST_CALLS:
+            return
+        self._served = replace(self._served, later=(*self._served.later, batch))
+        if not self._planned_for.covers(self._served):
+            if self._engine.resident:
+                self._measured = False
+            elif self._plan is not None:
+                known = len(self._served.later) <= len(self._planned_for.later)
+                overrun = known and self._others.note_larger_call()
+                self._engine.passes.leave_plan(self._planned_for.difference(self._served), overrun=overrun)
+
     def _begins_larger_step(self) -> bool:
         """Return True if a step begins with a batch larger than the plan's.
 
         On demand all activations would go to the host, which may be too small where a plan keeps some on the device.
         """
         starts = self._engine.passes.recording is None and not self._passes_of_step
-        return starts and not self._planned_for.covers(self._batch)
+        return starts and not self._planned_for.later and not self._planned_for.covers(self._batch)
 
     @property
     def _may_estimate(self) -> bool:
@@ -247,9 +275,8 @@ class PlanScheduler:
             demand.expect(None)
             self._homes.make_room_to_read()
             return self._uncapped(demand)
-        if self._served != self._planned_for and not self._is_served(training):
-            part = "a part of the model is called by itself"
-            engine.counters.diverged(part if self._served is None else self._planned_for.difference(self._served))
+        if self._served != self._planned_for and (why := self._why_unserved(self._served, training)):
+            engine.counters.diverged(why)
             demand.expect(None)
             self._free_for_unplanned(training)
             return self._uncapped(demand)
@@ -257,7 +284,11 @@ class PlanScheduler:
             demand.expect(plan.nonmodel_bytes)
         if demand.fetched:
             demand.finish()  # copies that had live aliases when the last pass ended
-        why = self._unready(training)
+        trains = not training or self._setup.training
+        why = why_not_ready(engine.groups) if trains else "a backward pass of a model without an optimizer"
+        sums = engine.gradients.sums
+        if sums.unplanned and sums.reach_above(plan.arena_end):
+            why = "gradients are in memory that the plan leaves to activations"
         if not why and self._homes.elsewhere and not self._homes.move_to_plan(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if why:
@@ -277,10 +308,16 @@ class PlanScheduler:
         stepping = (engine.speculation or engine.stepping) if training else None
         return self._replay(plan, segment, tracked=tracked, stepping=stepping)
 
-    def _is_served(self, training: bool) -> bool:
-        """Return True if the plan leaves free what a pass with the present batch needs."""
-        covered = self._planned_for.covers(self._served)
-        return covered or (not training and self._others.covers_evaluation(self._served))
+    def _why_unserved(self, batch: BatchShape | None, training: bool) -> str:
+        """Return why the plan does not serve a pass that begins with this batch; an empty text if it does."""
+        if batch is None:
+            return "a part of the model is called by itself"
+        if not training and self._others.covers_evaluation(batch):
+            return ""
+        if not self._planned_for.covers(batch):
+            return self._planned_for.difference(batch)
+        several = self._planned_for.later and not training
+        return "an evaluation calls the model once, and the plan's pass calls it several times" if several else ""
 
     def _replay(
         self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: Stepping | None = None
@@ -313,21 +350,6 @@ class PlanScheduler:
         self._engine.passes.demand.expect(known[1])
         self._homes.make_room_beside(known[1])
 
-    def _unready(self, training: bool) -> str:
-        """Return why a segment cannot begin; an empty text if it can."""
-        if training and not self._setup.training:
-            return "a backward pass of a model without an optimizer"
-        sums = self._engine.gradients.sums
-        if sums.unplanned and self._plan is not None and sums.reach_above(self._plan.arena_end):
-            return "gradients are in memory that the plan leaves to activations"
-        for group in self._engine.groups:
-            if 0 in group.weight_chunk.copies:
-                return f"memory of {group.name} has live aliases"
-            for record in group.tensors:
-                if record.contents is not SlotContents.WEIGHT:
-                    return f"a gradient is in the weight slot of {group.name}"
-        return ""
-
     def forget_plan(self) -> None:
         """Drop the plan, because groups change; move home slots off the compute tier, for a first pass."""
         self._homes.move_down()
@@ -346,6 +368,9 @@ class PlanScheduler:
         if self._engine.passes.broke_off and self._plan is None and self._found is None:
             self._tried = False  # the next pass is a first one again
             self._engine.store.ledger.note_foreseen(0)
+        plannable = self._setup.training and recording.training and not self._engine.resident
+        if plannable and self._plan is None and not self._engine.passes.broke_off:
+            self._unplanned.note(recording, of_root=batch is not None)
         if batch is None:
             return
         if self._engine.resident:
@@ -360,7 +385,9 @@ class PlanScheduler:
         if recording.training is not self._setup.training:
             self._note_evaluation(recording, batch)
             return
-        if self._plan is None or self._estimated or not self._planned_for.covers(batch):
+        if self._plan is not None and not self._estimated and self._planned_for.covers(batch):
+            return
+        if not batch.later or self._others.confirms(recording, self._source):
             self._found = recording, batch
 
     def _note_evaluation(self, recording: PassRecording, batch: BatchShape) -> None:
@@ -373,7 +400,7 @@ class PlanScheduler:
     def _is_wrong(self, recording: PassRecording) -> bool:
         """Return True if the pass differs from its estimate; not called for a pass that broke off."""
         assert self._plan is not None, "there is an estimate"
-        return not (recording.regular or begins_like_estimate(recording, self._plan.recording))
+        return not (not recording.irregular or begins_like_estimate(recording, self._plan.recording))
 
     # Steps.
 
@@ -382,7 +409,7 @@ class PlanScheduler:
         plan, homes = self._plan, self._homes
         if homes.displaced and (plan is None or not homes.move_to_plan(plan)):
             homes.move_down()
-        if plan is None or homes.elsewhere or not self._fits_step(plan):
+        if plan is None or homes.elsewhere or not fits_step(plan, self._engine.groups):
             return False
         engine = self._engine
         replay = self._replay(plan, SegmentName.STEP)
@@ -401,21 +428,6 @@ class PlanScheduler:
                 raise
             engine.counters.diverged(str(why))
             return False
-        return True
-
-    def _fits_step(self, plan: EnginePlan) -> bool:
-        stepped = plan.stepped
-        for group in self._engine.groups:
-            if group.fixed_tier is not None:
-                continue
-            if 0 in group.weight_chunk.copies:
-                return False
-            over = group in plan.overwritten
-            wanted = GradientPlace.IN_WEIGHT_SLOT if over else GradientPlace.IN_ACCUMULATOR
-            for record in group.tensors:
-                known = (GradientPlace.NONE, wanted) if group in stepped else (GradientPlace.NONE,)
-                if record.gradient not in known:
-                    return False
         return True
 
     # Planning.
@@ -446,7 +458,7 @@ class PlanScheduler:
 
     def _serve_both(self, recording: PassRecording, batch: BatchShape) -> bool | None:
         """Make one plan serve such passes and those before; return False if that is not possible now, None if never."""
-        if self._plan is None or self._source is None or batch.replaces(self._planned_for):
+        if self._source is None or batch.replaces(self._planned_for):
             return None
         source, before = self._source
         both, batches = self._others.join(source, recording), before.beside(batch)
@@ -462,9 +474,7 @@ class PlanScheduler:
             return None
 
     def _adopt(self, recording: PassRecording, batch: BatchShape) -> bool:
-        """Plan from these moments and move everything to the plan's places; return False if that is not possible
-        now.
-        """
+        """Plan from these moments and move everything to the plan's places; return False if it is not possible now."""
         started = time.monotonic()
         plan = self._asking.find(recording, batch, self._spare_bytes)
         if not self._put_in_force(plan, recording, batch):

@@ -74,6 +74,11 @@ class RanksScheduler(PlanScheduler):
         self._refused: tuple[PassRecording, BatchShape] | None = None
         """The recording that no plan was found for."""
 
+    @property
+    def plans_several_calls(self) -> bool:
+        """Return False: what ranks tell each other of a pass has one batch."""
+        return False
+
     def _request(self, options: Options) -> PlanRequest:
         return RanksPlanRequest(self._engine, self._model_name, self._setup, options, self._together)
 
@@ -186,8 +191,7 @@ class RanksScheduler(PlanScheduler):
         segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
         if training:
             self._sums.begin_pass()
-        if not why and not self._is_served(training):
-            why = self._planned_for.difference(batch)
+        if not why and (why := self._why_unserved(batch, training)):
             with self._shards.moving:
                 self._free_for_unplanned(training)
         elif not why and self._homes.elsewhere and not self._move_to_plan(plan):

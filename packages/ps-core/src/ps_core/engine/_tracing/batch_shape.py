@@ -23,6 +23,8 @@ class BatchShape:
 
     shapes: tuple[tuple[int, ...], ...] = ()
     tokens: int = 0
+    later: tuple[BatchShape, ...] = ()
+    """Batches of further calls in the same pass."""
     others: tuple[BatchShape, ...] = ()
     """Batches of other structures or shapes that the same plan serves."""
 
@@ -38,7 +40,11 @@ class BatchShape:
         if self.dimensions == other.dimensions:
             pairs = zip(self.shapes, other.shapes, strict=True)
             if all(b <= a for mine, yours in pairs for a, b in zip(mine, yours, strict=True)):
-                return True
+                if not other.later:
+                    return True
+                calls = zip(self.later, other.later, strict=False)
+                if len(other.later) <= len(self.later) and all(mine.covers(yours) for mine, yours in calls):
+                    return True
         return bool(self.others) and any(each.covers(other) for each in self.others)
 
     def replaces(self, planned_for: BatchShape) -> bool:
@@ -47,6 +53,10 @@ class BatchShape:
 
     def difference(self, other: BatchShape) -> str:
         """Return why a plan for this batch does not serve the other one."""
+        if len(other.later) > len(self.later):
+            return "the model is called more often than in the plan's pass"
+        if other.later:
+            return "a batch larger than the plan's, in a later call"
         if other.dimensions in (self.dimensions, *(each.dimensions for each in self.others)):
             return "a batch larger than the plan's"
         return "inputs of another structure than the plan's batch"
@@ -55,7 +65,7 @@ class BatchShape:
         """Return what a plan serves that serves the other batch and this one's; of many, the newest."""
         mine = [replace(each, others=()) for each in (self, *self.others)]
         kept = [each for each in mine if not other.covers(each)]
-        return BatchShape(other.shapes, max(self.tokens, other.tokens), others=tuple(kept[:_MOST_OTHERS]))
+        return BatchShape(other.shapes, max(self.tokens, other.tokens), other.later, tuple(kept[:_MOST_OTHERS]))
 
     def joined(self, other: BatchShape) -> BatchShape:
         """Return the smallest batch that covers both, which have the same dimensions."""

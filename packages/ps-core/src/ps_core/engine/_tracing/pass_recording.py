@@ -17,6 +17,9 @@ from ps_core._trace import Amounts, Moment, Phase, Tensor, Trace
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._tracing.activation_log import ActivationLog, TracedActivations
 
+MOST_CALLS = 16
+"""Calls of the model in a pass that is planned. Beside a graph that was forgotten, further evaluations end the pass."""
+
 
 @dataclass(slots=True)
 class MomentRecord:
@@ -44,8 +47,10 @@ class PassRecording:
     """The moments of one pass."""
 
     moments: list[MomentRecord] = field(default_factory=list)
-    regular: bool = True
-    """True for one forward, then one backward, and nothing in between."""
+    irregular: str = ""
+    """Why this is not a forward pass, of one or more calls, and then a backward pass; empty: it is."""
+    calls: int = 1
+    """How often the root module was called in the pass."""
     training: bool = True
     """True if the pass was to have a backward pass."""
     overrun: bool = False
@@ -63,8 +68,18 @@ class PassRecording:
     @property
     def complete(self) -> bool:
         """Return True if a plan can be made from the recording."""
-        ended = bool(self.moments) and self.ends_backward is self.training
-        return self.regular and ended and (not self.training or any(moment.grads for moment in self.moments))
+        return not self.why_incomplete
+
+    @property
+    def why_incomplete(self) -> str:
+        """Return why no plan can be made from the recording; an empty text if one can."""
+        if self.irregular:
+            return self.irregular
+        if not self.moments or self.ends_backward is not self.training:
+            return "no backward pass follows a forward pass with gradients" if self.training else "nothing was computed"
+        if self.training and not any(moment.grads for moment in self.moments):
+            return "backward gives no parameter a gradient, as with torch.autograd.grad: call backward()"
+        return ""
 
     @property
     def peak_nonmodel_bytes(self) -> int:
