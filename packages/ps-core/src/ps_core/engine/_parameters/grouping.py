@@ -80,8 +80,8 @@ def all_names(model: nn.Module) -> dict[int, list[str]]:
 def name_as_in(model: nn.Module, records: Collection[ParamState], *, taken: Collection[str] = ()) -> None:
     """Rename records to their parameters' present names in a model, whose modules may have been moved or removed.
 
-    A parameter that is not in the model any more keeps its name, unless another managed one has that name now, or it is
-    among ``taken``.
+    A parameter that is not in the model any more keeps its name, unless another managed one has that name now.
+    ``taken``: names of parameters that are about to be managed.
     """
     present = {id(parameter): name for name, parameter in model.named_parameters()}
     inside = [record for record in records if id(record.parameter) in present]
