@@ -219,6 +219,51 @@ def test_a_batch_that_fits_is_found(made_once: bool) -> None:
     release(models[-1])
 
 
+def adversaries(accelerator: Any, folder: Path, **budgets: Any) -> tuple[list[float], list[Any]]:
+    """A generator and a discriminator, each with an optimizer; saved and loaded after two of four rounds."""
+    torch.manual_seed(0)
+    generator = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+    judge = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    pairs = [(each, torch.optim.AdamW(each.parameters(), lr=0.01, fused=True)) for each in (generator, judge)]
+    given = [{"budget": each} for each in budgets.values()] or [{}, {}]
+    (generator, makes), (judge, judges) = (
+        accelerator.prepare(*pair, **more) for pair, more in zip(pairs, given, strict=True)
+    )
+    noise = [torch.randn(4, 8, generator=torch.Generator().manual_seed(index)) for index in range(8)]
+    losses = []
+    for index in (0, 1, 2, 3, 2, 3):
+        if index == 2 and len(losses) > 4:
+            accelerator.load_state(str(folder))
+        elif index == 2:
+            accelerator.save_state(str(folder))
+        fooled = (judge(generator(noise[index])) - 1).square().mean()
+        accelerator.backward(fooled)
+        makes.step()
+        makes.zero_grad()
+        judges.zero_grad()
+        caught = judge(generator(noise[index + 4]).detach()).square().mean()
+        accelerator.backward(caught)
+        judges.step()
+        judges.zero_grad()
+        losses += [fooled.item(), caught.item()]
+    return losses, [generator, judge]
+
+
+def test_two_models_that_are_trained(tmp_path: Path) -> None:
+    """Each is prepared with a part of the budget; results are Accelerate's to the bit, saved and loaded."""
+    expected, plain = adversaries(accelerate.Accelerator(cpu=True), tmp_path / "plain")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    one, two = Budget(device="64KiB", host="8MiB").split(1, 1)
+    found, models = adversaries(ours(), tmp_path / "ours", one=one, two=two)
+    assert found == expected
+    assert found[8:] == found[4:8]
+    for model, other, budget in zip(models, plain, (one, two), strict=True):
+        assert statistics(model).tiers["device"].budget_bytes == budget.device_bytes
+        release(model)
+        wanted = other.state_dict()
+        assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
 def test_prepared_a_second_time() -> None:
     """What to do about it is said by `chunked`: the model did come with an optimizer."""
     model = llama()

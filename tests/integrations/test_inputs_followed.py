@@ -143,6 +143,61 @@ def a_model_alone() -> None:
     release(teacher)
 
 
+def pair() -> tuple[Any, Any]:
+    return llama(), llama(1)
+
+
+def trained(accelerator: ChunkedAccelerator, *pairs: Any) -> None:
+    """A step of each of these pairs of a model and its optimizer."""
+    for model, optimizer in pairs:
+        accelerator.backward(model(**batch(0)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    for model, _ in pairs:
+        release(model)
+
+
+def in_parts(accelerator: ChunkedAccelerator, first: Any, second: Any) -> None:
+    """What the messages about several models name."""
+    one, two = Budget(device=800_000, host="64MiB").split(1, 1)
+    prepared_first = accelerator.prepare(first, adam(first), budget=one)
+    trained(accelerator, prepared_first, accelerator.prepare(second, adam(second), budget=two))
+
+
+@case("models with an optimizer each; call it once for each: {}")
+def two_models_at_once() -> None:
+    first, second = pair()
+    with refused(
+        "call it once for each: one, two = budget.split(1, 1), then prepare(first, its_optimizer, budget=one)"
+    ):
+        joined().prepare(first, second, adam(first), adam(second))
+    in_parts(joined(), first, second)
+
+
+@case("{}. For several models of one accelerator: {}")
+def two_models_with_one_budget() -> None:
+    accelerator, (first, second) = joined(), pair()
+    given = accelerator.prepare(first, adam(first))
+    with refused("then prepare(first, its_optimizer, budget=one)"):
+        accelerator.prepare(second, adam(second))
+    trained(accelerator, given)
+    trained(accelerator, accelerator.prepare(second, adam(second)))
+    in_parts(joined(), *pair())
+
+
+@case("precision='fp16' has a loss scale for each optimizer, and accelerator.backward(loss) knows only that of {}")
+def two_loss_scales() -> None:
+    one, two = Budget(device=800_000, host="64MiB").split(1, 1)
+    accelerator, (first, second) = joined(precision="fp16"), pair()
+    given = accelerator.prepare(first, adam(first), budget=one)
+    with refused("or release(model) the other one first"):
+        accelerator.prepare(second, adam(second), budget=two)
+    trained(accelerator, given)
+    trained(accelerator, accelerator.prepare(second, adam(second), budget=two))
+    for precision in ("bf16", "fp32"):
+        in_parts(joined(precision=precision), *pair())
+
+
 # Lightning.
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ps_core import Budget, InvalidInput, Options
+from ps_core._options import check_unused
 from ps_core.engine import ChunkedOptimizer, is_managed
 from ps_core.integrations._missing import missing
 from ps_core.integrations._torch_optimizers import ManagedSettings, manage_with
@@ -21,6 +23,11 @@ except ModuleNotFoundError as error:
 __all__ = ["ChunkedAccelerator"]
 
 _HOW = "hand model and optimizer to one prepare(model, optimizer, ...)"
+_PARTS = (
+    "one, two = budget.split(1, 1), then prepare(first, its_optimizer, budget=one) and "
+    "prepare(second, its_optimizer, budget=two)"
+)
+"""How an accelerator trains several models."""
 
 
 class ChunkedAccelerator(Accelerator):
@@ -56,10 +63,11 @@ class ChunkedAccelerator(Accelerator):
             accumulation_steps=self.gradient_accumulation_steps,
         )
 
-    def prepare(self, *given: Any, device_placement: list[bool] | None = None) -> Any:
+    def prepare(self, *given: Any, device_placement: list[bool] | None = None, budget: Budget | None = None) -> Any:
         """Manage the model among ``given``, and replace its optimizer; prepare all else as Accelerate does.
 
-        A model that is under management already is left as it is.
+        ``budget``: this model's, where several are trained; None: the accelerator's. A model that is under management
+        already is left as it is.
         """
         found = list(given)
         places = [index for index, each in enumerate(found) if _is_plain_model(each)]
@@ -71,12 +79,30 @@ class ChunkedAccelerator(Accelerator):
         for place, index in zip(places, optimizers, strict=True):
             optimizer = found[index]
             schedulers = [each for each in found if getattr(each, "optimizer", None) is optimizer]
-            found[index] = manage_with(found[place], optimizer, self._settings, self.device, schedulers)
-            if self._settings.precision == "fp16":
+            settings = self._settings_for(found[place], budget)
+            found[index] = manage_with(found[place], optimizer, settings, self.device, schedulers)
+            if settings.precision == "fp16":
                 self.scaler = found[index].scaler
         placed: Sequence[bool | None] = device_placement or [None] * len(found)
         kept = [False if _is_ours(each) else told for each, told in zip(found, placed, strict=True)]
         return super().prepare(*found, device_placement=kept)
+
+    def _settings_for(self, model: nn.Module, budget: Budget | None) -> ManagedSettings:
+        """Return the settings for one of the models; raise `InvalidInput` if another one has its budget or scaler."""
+        others = [each for each in self._models if is_managed(each) and each is not model]
+        if others and self._settings.precision == "fp16":
+            raise InvalidInput(
+                f"precision='fp16' has a loss scale for each optimizer, and accelerator.backward(loss) knows only that "
+                f"of {type(others[0]).__name__}: give this accelerator precision='bf16' or 'fp32', or release(model) "
+                "the other one first"
+            )
+        settings = self._settings if budget is None else replace(self._settings, budget=budget)
+        if not is_managed(model):
+            try:
+                check_unused(settings.budget, type(model).__name__)
+            except InvalidInput as error:
+                raise InvalidInput(f"{error}. For several models of one accelerator: {_PARTS}") from None
+        return settings
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -94,6 +120,8 @@ class ChunkedAccelerator(Accelerator):
 
 
 def _not_together(by: str, models: int, optimizers: int) -> InvalidInput:
+    if models == optimizers:
+        return InvalidInput(f"{by} found {models} models with an optimizer each; call it once for each: {_PARTS}")
     return InvalidInput(
         f"{by} found {models} models and {optimizers} optimizers of torch.optim: {_HOW}; a model that is only "
         "evaluated goes through chunked(model, None) first"
