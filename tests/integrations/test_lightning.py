@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from _hugging_face import llama, row
-from ps_core import Budget, InvalidInput, Options
+from ps_core import AlreadyManaged, Budget, InvalidInput, Options
 from ps_core.engine import chunked, is_managed, release, statistics
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
@@ -240,6 +240,79 @@ def test_only_evaluated(tmp_path: Path) -> None:
     assert got == expected
     assert is_managed(found)
     release(found)
+
+
+class Grouped(Apart):
+    """Has parameters of several sorts: frozen, in 16 bits, and of the module itself, which is managed as a whole."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.network.model.layers[0].requires_grad_(False)
+        self.head.to(torch.bfloat16)
+        self.register_buffer("count", torch.zeros(1))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        logits = self.head(self.network(batch["input_ids"]).logits.to(self.head.weight.dtype)).float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=0.01, fused=True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("kind", [Automatic, Grouped])
+def test_evaluated_before_it_is_trained(tmp_path: Path, kind: type, precision: str) -> None:
+    """As for a baseline: the results of ``fit`` alone, to the bit, also for another trainer and another strategy."""
+    loader = torch.utils.data.DataLoader([row(index) for index in range(4)], batch_size=2)
+    told = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    alone, evaluated = kind(), kind()
+    types = [(type(each), each.dtype) for each in evaluated.parameters()]
+    first = fit(alone, tmp_path, strategy(precision))
+    for _ in range(2):
+        pl.Trainer(strategy=strategy(precision), devices=1, **told).validate(evaluated, loader, verbose=False)
+    counted = statistics(evaluated)
+    assert counted.bytes_per_parameter < 7, "masters, and no other states"
+    assert counted.tiers["device"].peak_bytes <= 400_000
+    second = fit(evaluated, tmp_path, strategy(precision))
+    assert evaluated.losses == alone.losses
+    states = [trainer.optimizers[0].state_dict()["state"] for trainer in (first, second)]
+    assert states[0].keys() == states[1].keys()
+    for index, entry in states[0].items():
+        assert all(torch.equal(states[1][index][name], value) for name, value in entry.items()), index
+    release(alone), release(evaluated)
+    assert [type(each) for each in evaluated.parameters()] == [kind for kind, _ in types]
+
+
+def test_weights_that_are_loaded_for_an_evaluation_are_trained_from(tmp_path: Path) -> None:
+    """`validate(ckpt_path=...)` loads into the managed model; ``fit`` goes on from there, unrounded."""
+    loader = torch.utils.data.DataLoader([row(index) for index in range(4)], batch_size=2)
+    told = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    saved = Automatic(1)
+    fit(saved, tmp_path, max_steps=1).save_checkpoint(tmp_path / "saved.ckpt")
+    alone, evaluated = Automatic(), Automatic()
+    alone.load_state_dict(saved.state_dict())
+    fit(alone, tmp_path, strategy("bf16"))
+    trainer = pl.Trainer(strategy=strategy("bf16"), devices=1, **told)
+    trainer.validate(evaluated, loader, ckpt_path=str(tmp_path / "saved.ckpt"), verbose=False)
+    fit(evaluated, tmp_path, strategy("bf16"))
+    assert evaluated.losses == alone.losses
+    release(alone), release(evaluated)
+
+
+def test_a_management_of_the_users_own_is_not_ended(tmp_path: Path) -> None:
+    """Only that of an evaluation is: also if the same model was evaluated before, and released."""
+    loader = torch.utils.data.DataLoader([row(index) for index in range(4)], batch_size=2)
+    told = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    module = Automatic()
+    pl.Trainer(strategy=strategy("bf16"), devices=1, **told).validate(module, loader, verbose=False)
+    release(module)
+    chunked(module.network, None, budget=Budget(host="64MiB"))
+    with pytest.raises(AlreadyManaged, match="release"):
+        fit(module, tmp_path, strategy("bf16"))
+    assert is_managed(module)
+    release(module)
 
 
 def test_what_is_not_managed_goes_where_batches_go() -> None:

@@ -170,7 +170,7 @@ def roll_back_chunked(engine: Engine) -> None:
     for record in engine.records:
         parameter: nn.Parameter = record.parameter
         if isinstance(parameter, ManagedParameter):
-            value = plain_value(record, lambda each: engine.updater.read(each, Kind.P32).to(each.given[1]))
+            value = plain_value(record, engine.read_in_first_type)
             unmanage(parameter, value)
     engine.store.close()
 

@@ -7,15 +7,17 @@ over what they made: the numbers of each param group, and the schedulers.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ps_core import SGD, Adam, AdamW, Budget, Group, InvalidInput, Options, TorchOptimizer
+from ps_core import SGD, Adam, AdamW, Budget, Group, InvalidInput, Options, Precision, TorchOptimizer
 from ps_core.engine import ChunkedOptimizer, chunked
+from ps_core.engine._execution.hooks import ModelHooks, hooks_around
 
 _SPECS: dict[type, Any] = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
 _NUMBERS = {
@@ -23,6 +25,8 @@ _NUMBERS = {
     torch.optim.Adam: ("lr", "betas", "eps", "weight_decay"),
     torch.optim.SGD: ("lr", "momentum", "weight_decay"),
 }
+_BEFORE_TRAINING: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModelHooks]] = weakref.WeakKeyDictionary()
+"""Models that are managed for evaluations and may be trained later, with the hooks of that management."""
 _VARIANTS = ("amsgrad", "maximize", "nesterov", "dampening")
 """Settings that the engine's own AdamW, Adam and SGD lack; with them PyTorch's code steps."""
 
@@ -63,6 +67,28 @@ def manage(
         accumulation_steps=settings.accumulation_steps,
         options=settings.options,
     )[1]
+
+
+def manage_before_training(model: nn.Module, settings: ManagedSettings, inputs: torch.device) -> None:
+    """Manage a model for evaluations, so that `end_evaluation` can return its parameters as they came.
+
+    In 16 bits the fp32 masters of an optimizer without other states keep them; that optimizer never steps.
+    """
+    narrow = settings.precision != Precision.FP32 and any(each.requires_grad for each in model.parameters())
+    keeps = TorchOptimizer(torch.optim.SGD, lr=0.0) if narrow else None
+    alone = replace(settings, options=replace(settings.options, step="after_backward"))
+    manage(model, keeps, alone if narrow else settings, inputs)
+    hooks = hooks_around(model)
+    assert hooks is not None, "it is managed"
+    _BEFORE_TRAINING[model] = weakref.ref(hooks)
+
+
+def end_evaluation(model: nn.Module) -> None:
+    """Return a model to plain PyTorch, as it came, if `manage_before_training` manages it still."""
+    managing = _BEFORE_TRAINING.pop(model, None)
+    hooks = hooks_around(model)
+    if managing is not None and hooks is not None and managing() is hooks:
+        hooks.release(in_first_types=True)
 
 
 def manage_with(

@@ -12,12 +12,19 @@ from torch import Tensor, nn
 from ps_core import Budget, InvalidInput, Options
 from ps_core.engine import ChunkedOptimizer, is_managed
 from ps_core.integrations._missing import missing
-from ps_core.integrations._torch_optimizers import ManagedSettings, manage, manage_with
+from ps_core.integrations._torch_optimizers import (
+    ManagedSettings,
+    end_evaluation,
+    manage,
+    manage_before_training,
+    manage_with,
+)
 
 try:
     from lightning.fabric.utilities.device_dtype_mixin import _update_properties
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 except ModuleNotFoundError as error:
     raise missing(error, "lightning") from error
 
@@ -104,6 +111,7 @@ class ChunkedStrategy(SingleDeviceStrategy):
         self.accelerator.setup(trainer)
         model = self.managed_module
         if trainer.state.fn == "fit":
+            end_evaluation(model)
             self.setup_optimizers(trainer)
             if len(self.optimizers) != 1:
                 raise InvalidInput(
@@ -115,7 +123,10 @@ class ChunkedStrategy(SingleDeviceStrategy):
             self.managed_optimizer = manage_with(model, self.optimizers[0], settings, self.root_device, schedulers)
             self.optimizers = [self.managed_optimizer]
         elif not is_managed(model):
-            manage(model, None, self._settings, self.root_device)
+            if is_overridden("configure_optimizers", self.lightning_module):
+                manage_before_training(model, self._settings, self.root_device)
+            else:
+                manage(model, None, self._settings, self.root_device)
         self.model_to_device()
         self.setup_precision_plugin()
 

@@ -89,10 +89,13 @@ def _free_tiers(engine: Engine) -> None:
         engine.store.close()
 
 
-def return_parameters(engine: Engine, model: nn.Module | None, remove_hooks: Callable[[], None]) -> None:
+def return_parameters(
+    engine: Engine, model: nn.Module | None, remove_hooks: Callable[[], None], *, in_first_types: bool = False
+) -> None:
     """Make plain parameters on the CPU, in the computed type: other tiers may have too little memory.
 
-    ``remove_hooks`` is called when nothing can fail any more. Warnings name the caller of the caller's caller.
+    ``in_first_types``: in the types that they came with, from the masters where there are any. ``remove_hooks`` is
+    called when nothing can fail any more. Warnings name the caller of the caller's caller.
     """
     if torch._C._current_graph_task_id() != -1:
         raise InvalidInput("release(model) inside a backward pass: call it after backward has returned")
@@ -100,6 +103,8 @@ def return_parameters(engine: Engine, model: nn.Module | None, remove_hooks: Cal
     worker = engine.store.device.worker
     failure = None if worker is None else worker.forget_failure()
     read = engine.read if failure is None else engine.read_master
+    if in_first_types:
+        read = engine.read_in_first_type
     engine.saved.pop_to(0)  # whatever an interrupt left
     with engine.gradients.forgetting():
         try:

@@ -361,3 +361,7 @@ class Engine:
     def read_master(self, record: ParamState) -> torch.Tensor:
         """Return the same, rounded from the master where there is one: after a broken step other copies may be none."""
         return self.updater.read(record, Kind.P32).to(record.dtype)
+
+    def read_in_first_type(self, record: ParamState) -> torch.Tensor:
+        """Return a copy of the master, or of the parameter where there is none, in the type that it came with."""
+        return self.updater.read(record, Kind.P32).to(record.given[1])

@@ -333,9 +333,12 @@ class ModelHooks:
     # The end.
 
     @defer_interrupts_installing
-    def release(self) -> None:
-        """Return plain parameters on the CPU, in the computed type: other tiers may have too little memory."""
-        return_parameters(self.engine, self._model(), self.remove)
+    def release(self, *, in_first_types: bool = False) -> None:
+        """Return plain parameters on the CPU, in the computed type: other tiers may have too little memory.
+
+        ``in_first_types``: in the types that they came with, from the masters where there are any.
+        """
+        return_parameters(self.engine, self._model(), self.remove, in_first_types=in_first_types)
 
 
 def _is_new(parameter: nn.Parameter) -> bool:
