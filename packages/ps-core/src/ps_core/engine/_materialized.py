@@ -207,7 +207,10 @@ def _wanted(engine: Engine, names: Iterable[str] | None) -> list[ParamState]:
     return found
 
 
-def release(model: nn.Module) -> nn.Module:
-    """End the management: plain parameters, no hooks. The optimizer of `chunked` is of no more use."""
-    hooks_of(model).release()
+def release(model: nn.Module, *, in_first_types: bool = False) -> nn.Module:
+    """End the management: plain parameters, no hooks. The optimizer of `chunked` is of no more use.
+
+    ``in_first_types``: the parameters get the types that they came with, from the fp32 masters where there are any.
+    """
+    hooks_of(model).release(in_first_types=in_first_types)
     return model

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from ps_core import SGD, Adam, AdamW, Budget, Group, InvalidInput, Options, Precision, TorchOptimizer
-from ps_core.engine import ChunkedOptimizer, chunked
-from ps_core.engine._execution.hooks import ModelHooks, hooks_around
+from ps_core.engine import ChunkedOptimizer, chunked, is_managed, release, statistics
 
 _SPECS: dict[type, Any] = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
 _NUMBERS = {
@@ -25,8 +24,8 @@ _NUMBERS = {
     torch.optim.Adam: ("lr", "betas", "eps", "weight_decay"),
     torch.optim.SGD: ("lr", "momentum", "weight_decay"),
 }
-_BEFORE_TRAINING: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModelHooks]] = weakref.WeakKeyDictionary()
-"""Models that are managed for evaluations and may be trained later, with the hooks of that management."""
+_BEFORE_TRAINING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that are managed for evaluations, and may be trained later."""
 _VARIANTS = ("amsgrad", "maximize", "nesterov", "dampening")
 """Settings that the engine's own AdamW, Adam and SGD lack; with them PyTorch's code steps."""
 
@@ -78,17 +77,15 @@ def manage_before_training(model: nn.Module, settings: ManagedSettings, inputs: 
     keeps = TorchOptimizer(torch.optim.SGD, lr=0.0) if narrow else None
     alone = replace(settings, options=replace(settings.options, step="after_backward"))
     manage(model, keeps, alone if narrow else settings, inputs)
-    hooks = hooks_around(model)
-    assert hooks is not None, "it is managed"
-    _BEFORE_TRAINING[model] = weakref.ref(hooks)
+    _BEFORE_TRAINING.add(model)
 
 
 def end_evaluation(model: nn.Module) -> None:
-    """Return a model to plain PyTorch, as it came, if `manage_before_training` manages it still."""
-    managing = _BEFORE_TRAINING.pop(model, None)
-    hooks = hooks_around(model)
-    if managing is not None and hooks is not None and managing() is hooks:
-        hooks.release(in_first_types=True)
+    """Return a model to plain PyTorch, as it came, if `manage_before_training` manages it and nothing was stepped."""
+    known = model in _BEFORE_TRAINING
+    _BEFORE_TRAINING.discard(model)
+    if known and is_managed(model) and not statistics(model).steps:
+        release(model, in_first_types=True)
 
 
 def manage_with(

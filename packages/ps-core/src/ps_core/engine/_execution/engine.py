@@ -192,11 +192,14 @@ class Engine:
             self.state_dicts.copies.check()
         self.passes.end_open(inputs)
 
-    def enter(self) -> None:
-        """Begin the root module's forward; interrupts are deferred meanwhile."""
+    def enter(self, *, evaluates: bool) -> None:
+        """Begin the root module's forward; interrupts are deferred meanwhile.
+
+        ``evaluates``: neither a parameter nor an input requires a gradient.
+        """
         if self.state_dicts.open:
             self.state_dicts.forget()
-        self.passes.enter_forward()
+        self.passes.enter_forward(evaluates=evaluates)
         if torch.is_grad_enabled():
             self.saved.push()
 

@@ -175,11 +175,10 @@ class ModelHooks:
             self.engine.await_forward((args, kwargs))
             self.engine.passes.scheduler.before_forward(model, args, kwargs)
             depth = self.engine.saved.depth
-            if len(self._frozen) == len(self.engine.records):
-                inputs = tensors_of((args, kwargs))
-                self.engine.passes.evaluates = not any(tensor.requires_grad for tensor in inputs)
+            frozen = len(self._frozen) == len(self.engine.records)
+            evaluates = frozen and not any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
             try:
-                self._enter(model)
+                self._enter(model, evaluates=evaluates)
                 result = self._call(call, args, kwargs)
                 self._end_forward(depth)
             except BaseException as error:
@@ -197,9 +196,9 @@ class ModelHooks:
             raise not_a_program()
 
     @defer_interrupts
-    def _enter(self, model: nn.Module) -> None:
+    def _enter(self, model: nn.Module, *, evaluates: bool) -> None:
         self._running = True
-        self.engine.enter()
+        self.engine.enter(evaluates=evaluates)
         if self._computes_with_copies:
             self._put_copies(model)
 

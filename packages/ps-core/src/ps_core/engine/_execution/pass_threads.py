@@ -36,19 +36,20 @@ class PassThreads:
 
         The model's hooks insert it by `setdefault`: no second thread can come between check and change.
         """
-        self.backward: dict[int, weakref.ref[object]] = {}
-        """The callback at the end of the running backward pass, by the thread that first worked for that pass.
+        self.backward: dict[int, tuple[int, weakref.ref[object]]] = {}
+        """Autograd's number for the running backward pass, and the callback at its end.
+
+        The key is the thread that first worked for that pass.
 
         `PassTracker` inserts the callback, and removes it when it is called. Empty: no backward pass runs.
         """
-        self.task = NO_BACKWARD
-        """Autograd's number for the backward pass that began last; `PassTracker` sets it."""
 
     @property
     def _other_backward(self) -> int | None:
-        """Return the thread of the running backward pass; None: there is none."""
-        for thread, reports_end in list(self.backward.items()):
-            if reports_end() is not None:
+        """Return the thread of a running backward pass that this thread does not work for; None: there is none."""
+        task = torch._C._current_graph_task_id()
+        for thread, (other, reports_end) in list(self.backward.items()):
+            if other != task and reports_end() is not None:
                 return thread
         return None
 
@@ -69,7 +70,7 @@ class PassThreads:
         inside = self.inside.get(FORWARD, me)
         if inside != me and not _calls_backward(sys._current_frames().get(inside)):
             raise _two_threads(BACKWARD, FORWARD, inside)
-        other = None if torch._C._current_graph_task_id() == self.task else self._other_backward
+        other = self._other_backward
         if other is not None and not (other == me and _calls_backward(sys._getframe())):
             raise _two_threads(BACKWARD, BACKWARD, other)
 

@@ -139,8 +139,9 @@ class PassTracker:
                 for tensor in tensors_of(inputs):
                     self.nonmodel.forget(tensor)
 
-    def enter_forward(self) -> None:
-        """Begin the root module's forward; `end_open` has ended what was open."""
+    def enter_forward(self, *, evaluates: bool) -> None:
+        """Begin the root module's forward, behind `end_open`; ``evaluates``: as the attribute says."""
+        self.evaluates = evaluates
         task = torch._C._current_graph_task_id()
         if self.recording is None:
             self._begin(backward=False)
@@ -202,7 +203,7 @@ class PassTracker:
             self._counters.enter_phase("backward")
             reports_end = partial(self._backward_done)
             threads.backward.clear()
-            threads.backward[get_ident()], threads.task = weakref.ref(reports_end), task
+            threads.backward[get_ident()] = task, weakref.ref(reports_end)
             Variable._execution_engine.queue_callback(reports_end)
 
     def begin_moment(self, records: list[ParamState], gains: list[ParamGroup]) -> None:

@@ -20,6 +20,7 @@ from ps_core.engine._execution.instruction_executor import Diverged, Instruction
 from ps_core.engine._execution.planned_activations import PlannedActivations
 from ps_core.engine._execution.segment_queues import IssueOrder, PlannedMoment
 from ps_core.engine._gradients.gradient_store import GradientStore
+from ps_core.engine._gradients.gradient_sums import GradientSums
 from ps_core.engine._memory.activation_slots import OffloadedActivation
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.speculative_steps import Stepping
@@ -247,8 +248,10 @@ class PlanDriver:
         return any(not event.done for event in self._executor.work_before(instr))
 
 
-def why_not_ready(groups: list[ParamGroup]) -> str:
-    """Return why no segment of a plan can begin with the groups as they are; an empty text if one can."""
+def why_not_ready(plan: EnginePlan, groups: list[ParamGroup], sums: GradientSums) -> str:
+    """Return why no segment of the plan can begin with the groups as they are; an empty text if one can."""
+    if sums.unplanned and sums.reach_above(plan.arena_end):
+        return "gradients are in memory that the plan leaves to activations"
     for group in groups:
         if 0 in group.weight_chunk.copies:
             return f"memory of {group.name} has live aliases"

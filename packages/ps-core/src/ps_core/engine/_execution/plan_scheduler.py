@@ -56,17 +56,9 @@ class PlanScheduler:
     """Plan for one engine, and choose the driver of its passes."""
 
     def __init__(
-        self,
-        engine: Engine,
-        setup: Setup,
-        *,
-        model_name: str,
-        options: Options,
-        cast: torch.dtype | None,
+        self, engine: Engine, setup: Setup, *, model_name: str, options: Options, cast: torch.dtype | None
     ) -> None:
-        self._engine = engine
-        self._model_name = model_name
-        self._setup = setup
+        self._engine, self._model_name, self._setup = engine, model_name, setup
         self._options, self._cast = options, cast
         self._caps = options.cap_allocator and not engine.store.device.overcommits
         """True if the device's allocator is capped at the budget in passes by a plan."""
@@ -285,10 +277,8 @@ class PlanScheduler:
         if demand.fetched:
             demand.finish()  # copies that had live aliases when the last pass ended
         trains = not training or self._setup.training
-        why = why_not_ready(engine.groups) if trains else "a backward pass of a model without an optimizer"
-        sums = engine.gradients.sums
-        if sums.unplanned and sums.reach_above(plan.arena_end):
-            why = "gradients are in memory that the plan leaves to activations"
+        why = "" if trains else "a backward pass of a model without an optimizer"
+        why = why or why_not_ready(plan, engine.groups, engine.gradients.sums)
         if not why and self._homes.elsewhere and not self._homes.move_to_plan(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if why:

@@ -19,8 +19,8 @@ gradients have no collective at all.
 
 [Note: weights that one rank reads]
 A program may read weights outside of the model, as `print(weight)` does, and on one rank alone. Such a pass has no
-collective either. If the model's forward begins in it, since the program keeps a graph of what was read, the rank goes
-on as one that left the plan. If backward begins in it, all ranks are expected to do the same, as without a plan.
+collective either. The model's forward may begin in it, if the program keeps a graph of what was read. Then the rank
+goes on as one that left the plan. If backward begins in it, all ranks must do the same, as without a plan.
 """
 
 from __future__ import annotations
