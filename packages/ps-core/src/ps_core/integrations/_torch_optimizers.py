@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ps_core import SGD, Adam, AdamW, Budget, Group, InvalidInput, Options, Precision, TorchOptimizer
-from ps_core.engine import ChunkedOptimizer, chunked, is_managed, release, statistics
+from ps_core._options import check_unused
+from ps_core.engine import ChunkedOptimizer, chunked, release
 
 _SPECS: dict[type, Any] = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
 _NUMBERS = {
@@ -24,8 +25,8 @@ _NUMBERS = {
     torch.optim.Adam: ("lr", "betas", "eps", "weight_decay"),
     torch.optim.SGD: ("lr", "momentum", "weight_decay"),
 }
-_BEFORE_TRAINING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models that are managed for evaluations, and may be trained later."""
+_BEFORE_TRAINING: weakref.WeakKeyDictionary[nn.Module, Budget] = weakref.WeakKeyDictionary()
+"""Models that are managed for evaluations and may be trained later, each with a budget that nothing else uses."""
 _VARIANTS = ("amsgrad", "maximize", "nesterov", "dampening")
 """Settings that the engine's own AdamW, Adam and SGD lack; with them PyTorch's code steps."""
 
@@ -75,16 +76,20 @@ def manage_before_training(model: nn.Module, settings: ManagedSettings, inputs: 
     """
     narrow = settings.precision != Precision.FP32 and any(each.requires_grad for each in model.parameters())
     keeps = TorchOptimizer(torch.optim.SGD, lr=0.0) if narrow else None
-    alone = replace(settings, options=replace(settings.options, step="after_backward"))
-    manage(model, keeps, alone if narrow else settings, inputs)
-    _BEFORE_TRAINING.add(model)
+    own = replace(settings, budget=replace(settings.budget))
+    alone = replace(own, options=replace(settings.options, step="after_backward"))
+    manage(model, keeps, alone if narrow else own, inputs)
+    _BEFORE_TRAINING[model] = own.budget
 
 
 def end_evaluation(model: nn.Module) -> None:
-    """Return a model to plain PyTorch, as it came, if `manage_before_training` manages it and nothing was stepped."""
-    known = model in _BEFORE_TRAINING
-    _BEFORE_TRAINING.discard(model)
-    if known and is_managed(model) and not statistics(model).steps:
+    """Return a model to plain PyTorch, as it came, if `manage_before_training` manages it still."""
+    budget = _BEFORE_TRAINING.pop(model, None)
+    if budget is None:
+        return
+    try:
+        check_unused(budget, type(model).__name__)
+    except InvalidInput:  # else that management was ended, and the present one is somebody else's
         release(model, in_first_types=True)
 
 
