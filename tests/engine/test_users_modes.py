@@ -126,7 +126,7 @@ SELECTIVE = {
     "all but one": partial(create_selective_checkpoint_contexts, all_but_gelu),
 }
 RESPECTS = "respect_saved_tensors_hooks"
-"""Whether what is kept goes through the engine's hooks for saved tensors: an argument of newer PyTorch (2.14)."""
+"""Argument, since PyTorch 2.14: send kept tensors through hooks for saved tensors, as the engine's."""
 TOLD: list[dict[str, Any]] = [{}]
 if RESPECTS in signature(checkpoint).parameters:  # which warns unless it is told
     TOLD = [{RESPECTS: True}, {RESPECTS: False}]

@@ -224,7 +224,7 @@ def test_a_moving_average() -> None:
 @pytest.mark.parametrize("student", ["plain", "managed"])
 @pytest.mark.parametrize("needs_gradient", [False, True])
 def test_a_frozen_teacher_called_with_gradients_enabled(needs_gradient: bool, student: str) -> None:
-    """Its pass is an evaluation, unless the input needs a gradient: nobody else's activations are the teacher's."""
+    """Without an input that needs a gradient its pass is an evaluation, and the student's tensors do not count."""
     torch.manual_seed(0)
     plain, teacher, learner = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))) for _ in range(3))
     plain.requires_grad_(False)

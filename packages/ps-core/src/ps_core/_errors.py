@@ -24,9 +24,9 @@ one of them is raised.
 from __future__ import annotations
 
 _FOR_LIBRARIES = "\n(CUDA out of memory.)"
-"""What libraries look for in the argument of a `RuntimeError` before they try a smaller batch.
+"""Words that libraries search for in a `RuntimeError`'s argument before they try a smaller batch.
 
-Accelerate and the Trainer of transformers look for `` out of memory.``, Lightning for ``CUDA`` besides.
+Accelerate and the Trainer of transformers search for `` out of memory.``, Lightning for ``CUDA`` too.
 """
 
 

@@ -20,7 +20,7 @@ from ps_core.engine._support.log import log_line
 
 _LIKE = 0.75
 _SHOWN = 3
-"""How many names a line has."""
+"""Number of names that a log line shows."""
 
 
 def log_unmatched_patterns(

@@ -89,7 +89,7 @@ def end_evaluation(model: nn.Module) -> None:
         return
     try:
         check_unused(budget, type(model).__name__)
-    except InvalidInput:  # else that management was ended, and the present one is somebody else's
+    except InvalidInput:  # its management lasts; otherwise the user has ended it, and may have begun another
         release(model, in_first_types=True)
 
 

@@ -27,7 +27,7 @@ _PARTS = (
     "one, two = budget.split(1, 1), then prepare(first, its_optimizer, budget=one) and "
     "prepare(second, its_optimizer, budget=two)"
 )
-"""How an accelerator trains several models."""
+"""Code, for errors, that prepares two models with one accelerator."""
 
 
 class ChunkedAccelerator(Accelerator):

@@ -30,19 +30,19 @@ class OtherBatches:
     def __init__(self, model_name: str, say: Callable[[str], None]) -> None:
         self._model_name, self._say, self._told = model_name, say, False
         self._changes = 0
-        """How often a plan was made that does not serve the batches of the plan before."""
+        """Number of plans made that do not serve the batches of the plan before."""
         self._before: PassRecording | None = None
         """The last pass of several calls."""
         self._larger_calls = 0
         self.in_a_row = 0
         """Steps in a row that the plan in force did not serve, and that no plan was made for."""
         self._joins_left = _JOINS
-        """How many more plans for several kinds of batches may turn out not to fit."""
+        """Number of failures that `join` still allows: plans for several kinds of batches that do not fit."""
         self.evaluations: tuple[BatchShape, ...] = ()
         """Batches of evaluations that the plan serves: they ran on demand, and took no more than it leaves free."""
 
     def begin_plan(self) -> None:
-        """Note that another plan is in force, or none: no evaluation was measured beside it."""
+        """Forget the evaluations and the row of the plan before; another plan, or none, is in force."""
         self.evaluations, self.in_a_row = (), 0
 
     def end_row(self) -> None:
@@ -69,7 +69,7 @@ class OtherBatches:
         self.evaluations = (batch, *others[: _MOST_EVALUATIONS - 1])
 
     def covers_evaluation(self, batch: BatchShape | None) -> bool:
-        """Return True if an evaluation of no smaller a batch was seen to fit beside the plan."""
+        """Return True if an evaluation of this batch, or of a larger one, took no more than the plan leaves free."""
         return any(each.covers(batch) for each in self.evaluations)
 
     def confirms(self, recording: PassRecording, source: tuple[PassRecording, BatchShape] | None) -> bool:

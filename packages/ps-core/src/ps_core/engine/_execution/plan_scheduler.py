@@ -390,7 +390,7 @@ class PlanScheduler:
     def _is_wrong(self, recording: PassRecording) -> bool:
         """Return True if the pass differs from its estimate; not called for a pass that broke off."""
         assert self._plan is not None, "there is an estimate"
-        return not (not recording.irregular or begins_like_estimate(recording, self._plan.recording))
+        return bool(recording.irregular) and not begins_like_estimate(recording, self._plan.recording)
 
     # Steps.
 

@@ -62,7 +62,7 @@ class GradientStore:
         self.forgets = False
         """See `forgetting`."""
         self.expected_sums = 0
-        """How often a sum over ranks was expected so far; each rank counts in its own way."""
+        """Number of calls so far that expected a sum over ranks; ranks may count differently."""
         self.pending: dict[ParamState, None] = {}
         """Parameters whose gradients are to overwrite their weights later; some may have moved since."""
         self.sums = GradientSums(residency, self._tier_of_sums)

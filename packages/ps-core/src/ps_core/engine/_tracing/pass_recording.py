@@ -18,7 +18,7 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._tracing.activation_log import ActivationLog, TracedActivations
 
 MOST_CALLS = 16
-"""Calls of the model in a pass that is planned. Beside a graph that was forgotten, further evaluations end the pass."""
+"""Most calls of the model in a pass that is planned. A later call without gradients ends the pass."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class PassRecording:
     irregular: str = ""
     """Why this is not a forward pass, of one or more calls, and then a backward pass; empty: it is."""
     calls: int = 1
-    """How often the root module was called in the pass."""
+    """Number of calls of the root module in the pass."""
     training: bool = True
     """True if the pass was to have a backward pass."""
     overrun: bool = False
