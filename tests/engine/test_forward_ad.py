@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ps_core import SGD, Budget, Options
 from ps_core.engine import chunked, materialized, release, statistics
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own use
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")  # PyTorch's own use; of another class in another release
 X = torch.linspace(-1, 1, 32).view(2, 16)
 DEVICES = {"cpu": Budget(host="1MiB"), "emulated": Budget(device="20KiB", host="1MiB")}
 
@@ -76,7 +76,13 @@ def test_tangents_are_those_of_a_plain_model(what: Callable[[nn.Module], Tensor]
         with materialized(model):
             plain = copy.deepcopy(model)
         with forward_ad.dual_level():
-            assert torch.equal(what(model), what(plain))
+            try:
+                meant = what(plain)
+            except NotImplementedError as why:
+                assert recompute
+                release(model)
+                pytest.skip(f"this release of PyTorch has no tangents through its own checkpoint: {why}")
+            assert torch.equal(what(model), meant)
         model(X).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -87,6 +87,34 @@ def test_compiled_blocks_train_to_the_same_bits(backend: str, how: str, precisio
 @pytest.mark.skipif(not HAS_COMPILER, reason="inductor needs a C++ compiler")
 def test_inductor() -> None:
     check_under_the_tightest_budget(loop("in place", "inductor"), Settings(precision="fp32"))
+
+
+def frames_compiled(train: Callable[[nn.Module], object]) -> int:
+    """Count the functions compiled where layers of PyTorch are told to be; some releases leave those as they are."""
+    from torch._dynamo.utils import counters  # it takes seconds to import
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    for layer in model:
+        layer.compile(backend="eager")
+    train(model)
+    return counters["frames"]["total"]
+
+
+def test_no_function_of_the_engine_is_compiled() -> None:
+    """In PyTorch 2.11 and 2.13 the engine's hooks were, at each kind of tensor: 21 functions where plain has none."""
+
+    def plain(model: nn.Module) -> None:
+        square(model, *rows(0)).backward()
+
+    def managed(model: nn.Module) -> None:
+        with chunked_model(model) as (chunks, optimizer):
+            for index in range(3):
+                square(chunks, *rows(index)).backward()
+                finish(optimizer)
+
+    assert frames_compiled(managed) == frames_compiled(plain)
 
 
 def test_compiled_after_chunked() -> None:

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 from torch._C import _TorchDispatchModeKey
-from torch._C._dynamo import eval_frame as _frames
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ps_core.engine._support.interrupts import callback
+from ps_core.engine._support.not_compiled import not_compiled
 
 _INFRASTRUCTURE = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL, _TorchDispatchModeKey.PROXY)
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
@@ -73,7 +73,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's own wrapper imports dynamo (seconds, much memory); see the end of this module
+        return False  # torch's own wrapper imports dynamo (seconds, much memory); `not_compiled` does its work
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -173,6 +173,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
     # ---- operators
 
+    @not_compiled
     def __torch_dispatch__(
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -266,10 +267,3 @@ def push_modes(modes: Iterable[TorchDispatchMode]) -> None:
     """Push dispatch modes; the last of them is then the first to see an operator."""
     for mode in modes:
         torch._C._push_on_torch_dispatch_stack(mode)
-
-
-# Keep torch.compile's frame evaluator from compiling this function and those that it calls.
-_frames.set_code_exec_strategy(
-    TensorBytesTracker.__torch_dispatch__.__code__,
-    _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP),
-)

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from ps_core._errors import UnsupportedParameter
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.calling_code import calling_code
+from ps_core.engine._support.not_compiled import called_by_compiler
 from ps_core.engine._support.refuse_programs import not_a_program, tracing_state
 
 Function = Callable[..., Any]
@@ -116,6 +117,14 @@ class _CompiledWhole(UnsupportedParameter, AssertionError):
     """
 
 
+@called_by_compiler
+def _refuse_compiled() -> NoReturn:
+    raise _CompiledWhole(
+        "a compiled model or function read a parameter that is under management, whose memory comes and goes: "
+        "compile the model's blocks instead, before or after: `for block in model.layers: block.compile()`"
+    )
+
+
 _OTHER_DATA = (
     "release(model), convert or move it, and call chunked again; to change values use materialized(model, write=True)"
 )
@@ -131,10 +140,7 @@ class ManagedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            raise _CompiledWhole(
-                "a compiled model or function read a parameter that is under management, whose memory comes and goes: "
-                "compile the model's blocks instead, before or after: `for block in model.layers: block.compile()`"
-            )
+            _refuse_compiled()
         if tracing_state() is not None:
             raise not_a_program()
         if func in _PLAIN:

@@ -24,6 +24,7 @@ from ps_core.engine._devices.hide_from_modes import hidden_from_modes
 from ps_core.engine._memory.chunk import SlotView
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.interrupts import defer_interrupts
+from ps_core.engine._support.not_compiled import not_compiled
 
 _STRIDED = torch.strided
 
@@ -120,6 +121,7 @@ class SavedTensors:
         while len(self._pushed) > depth:
             self._pushed.pop().__exit__(None, None, None)
 
+    @not_compiled
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return what autograd saves of a tensor for backward: a reference to a parameter, or the tensor and its
         version.
@@ -139,6 +141,7 @@ class SavedTensors:
             self._count(tensor)
         return tensor.detach(), tensor._version
 
+    @not_compiled
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return the tensor that `pack` was given."""
         if isinstance(packed, tuple):

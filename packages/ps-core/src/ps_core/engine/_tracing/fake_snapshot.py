@@ -19,6 +19,7 @@ import functools
 import operator
 import random
 import sys
+import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -282,10 +283,12 @@ def _read_ahead(value: Any) -> Any:
     if kind.__module__ not in _ITERATORS or not hasattr(kind, "__next__"):
         return value
     try:
-        make, arguments, *state = value.__reduce__()
-        copied = make(*map(_read_ahead, arguments))
-        for each in state:
-            copied.__setstate__(_read_ahead_of(each))
+        with warnings.catch_warnings():  # Python 3.12 and 3.13 warn that 3.14 copies no iterators of itertools
+            warnings.simplefilter("ignore", DeprecationWarning)
+            make, arguments, *state = value.__reduce__()
+            copied = make(*map(_read_ahead, arguments))
+            for each in state:
+                copied.__setstate__(_read_ahead_of(each))
     except TypeError:
         why = f"its code can read a {kind.__name__} outside of the model, which would go on by that"
         raise CannotRewind(why) from None
