@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,9 +185,11 @@ def test_without_pytorch_the_number_is_that_of_the_start(
 
 
 @compiled
-def test_kernels_do_not_import_pytorch() -> None:
+def test_kernels_do_not_import_pytorch(tmp_path: Path) -> None:
+    """Also where CuPy is installed, whose backend needs it."""
+    (tmp_path / "cupy.py").write_text("raise ImportError", encoding="utf-8")
     code = (
-        "import sys, numpy as np, ps_kernels\n"
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import numpy as np, ps_kernels\n"
         "x = np.ones(1 << 20, np.float32)\n"
         "ps_kernels.sumsq_finite(x, np.zeros(2, np.float32), backend='scalar')\n"
         "from ps_kernels._native import native\n"

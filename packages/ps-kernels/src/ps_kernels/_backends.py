@@ -63,12 +63,17 @@ class CpuBackend(Protocol):
 
 def backends() -> dict[str, str]:
     """Return every backend's name, and ``"available"`` or why it is not. Compile the C kernels if necessary."""
-    found = {"cuda": _cuda()}
-    found |= {name: state if isinstance(state, str) else "available" for name, state in native().items()}
-    for library in ("torch", "numpy"):
-        installed = find_spec(library) is not None
-        found[library] = "available" if installed else f"{library} is not installed: pip install {library}"
-    return found
+    return {name: _state(name) for name in _NAMES}
+
+
+def _state(name: str) -> str:
+    """Return ``"available"``, or why a backend is not; load no library that other backends need."""
+    if name == "cuda":
+        return _cuda()
+    if name in LEVELS:
+        level = native()[name]
+        return level if isinstance(level, str) else "available"
+    return "available" if find_spec(name) is not None else f"{name} is not installed: pip install {name}"
 
 
 @cache
@@ -114,9 +119,9 @@ def choose(name: str, library: str, device: str, wanted: str | None) -> Backend:
         return (fastest() if device == "cpu" else None) or load(library)
     if wanted == library:
         return load(wanted)
-    why_not = backends().get(wanted)
-    if why_not is None:
+    if wanted not in _NAMES:
         raise InvalidArgument(f"backend: expected one of {', '.join(_NAMES)}, found {wanted!r}")
+    why_not = _state(wanted)
     if why_not != "available":
         raise BackendMissing(f"backend {wanted!r}: {why_not}")
     if (wanted in LEVELS and device == "cpu") or (wanted == "cuda" and on_cuda):
