@@ -54,8 +54,9 @@ def a_checkpoint_there() -> None:
 @case("{} exists and is not a checkpoint, so it is not overwritten: choose another")
 def something_else_there() -> None:
     path = folder()
-    with refused("is not a checkpoint, so it is not overwritten: choose another"):
-        save(path, overwrite=True)
+    for overwrite in (False, True):  # overwrite=True is no way out, so neither is it named as one
+        with refused("is not a checkpoint, so it is not overwritten: choose another"):
+            save(path, overwrite=overwrite)
     save(path / "run", overwrite=True)
 
 

@@ -72,8 +72,6 @@ class AtomicFolder:
     def _check(self, overwrite: bool) -> None:
         if not os.path.lexists(self.path):
             return
-        if not overwrite:
-            raise InvalidInput(f"{self.path} exists already: choose another path, or give overwrite=True")
         if not _is_ours(self.path / MANIFEST):
             raise InvalidInput(f"{self.path} exists and is not a checkpoint, so it is not overwritten: choose another")
         others = sorted(each.name for each in self.path.iterdir() if not _OURS.fullmatch(each.name))
@@ -84,6 +82,8 @@ class AtomicFolder:
                 f"{self.path} holds a checkpoint and what is none of it ({shown}), so it is not overwritten: move that "
                 "away, or choose another path"
             )
+        if not overwrite:
+            raise InvalidInput(f"{self.path} exists already: choose another path, or give overwrite=True")
 
     def find(self, marker: str) -> int:
         """Open the new folder in which rank 0 left a marker."""
