@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from _checkpoints import Run
+from ps_core.engine import load_checkpoint, save_checkpoint
+from ps_core.engine._checkpoint.atomic_folder import AtomicFolder
 
 Found = list[list[int | None]]
 """Of each death, the number that was being saved, and the number that was there afterwards."""
@@ -57,3 +64,32 @@ def test_while_clearing_up(deaths: tuple[Found, Found, Found]) -> None:
         assert found in (there, number)
         there = found
     assert {found for _, found in deaths[2]} > {100, there}
+
+
+@pytest.mark.parametrize("call", range(1, 5))
+def test_ctrl_c_while_folders_change_places_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """The new checkpoint is complete then: it gets its name, the old one is removed, and the interrupt comes after."""
+    with Run("cpu") as run:
+        save_checkpoint(tmp_path / "a", run.model, run.optimizer, extra={"number": 1})
+        calls = 0
+
+        def interrupts(function: Callable[..., None]) -> Callable[..., None]:
+            def call_it(*arguments: Any, **more: Any) -> None:
+                nonlocal calls
+                calls += 1
+                if calls == call:
+                    signal.raise_signal(signal.SIGINT)
+                function(*arguments, **more)
+
+            return call_it
+
+        monkeypatch.setattr(os, "rename", interrupts(os.rename))
+        monkeypatch.setattr(shutil, "rmtree", interrupts(shutil.rmtree))
+        monkeypatch.setattr(AtomicFolder, "recover", lambda _: None)  # which removes folders, too
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path / "a", run.model, run.optimizer, extra={"number": 2}, overwrite=True)
+        monkeypatch.undo()
+        assert [each.name for each in tmp_path.iterdir()] == ["a"]
+        assert load_checkpoint(tmp_path / "a", run.model, run.optimizer) == {"number": 2}

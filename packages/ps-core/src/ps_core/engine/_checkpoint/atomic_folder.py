@@ -26,6 +26,7 @@ from pathlib import Path
 
 from ps_core._atomic_files import sync_folder
 from ps_core._errors import InvalidInput, TierFailure
+from ps_core.engine._support.interrupts import defer_interrupts_installing
 
 MANIFEST, SUMS = "manifest.json", "checksums.sfv"
 FORMAT = "ps-core checkpoint"
@@ -100,6 +101,7 @@ class AtomicFolder:
             "path, on a file system that all computers share"
         )
 
+    @defer_interrupts_installing
     def _publish(self) -> None:
         sync_folder(self.path.parent)
         if not self.path.exists():
@@ -109,8 +111,9 @@ class AtomicFolder:
         os.rename(self._partial, self._ready)
         self._exchange()
 
+    @defer_interrupts_installing
     def _exchange(self) -> None:
-        """Put the ready folder in the path's place: steps 2 to 4 of the note."""
+        """Put the ready folder in the path's place: steps 2 to 4 of the note. Ctrl-C waits, or it would leave two."""
         sync_folder(self.path.parent)
         if self.path.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
