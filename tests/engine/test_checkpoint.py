@@ -329,8 +329,10 @@ def test_a_loss_from_before_cannot_be_used_after(tmp_path: Path) -> None:
 
 def test_where_it_may_be(tmp_path: Path) -> None:
     with Run("cpu") as run:
-        with pytest.raises(InvalidInput, match=f"there is no checkpoint at {re.escape(str(tmp_path))}/none"):
-            load(run, tmp_path / "none")
+        (tmp_path / "empty").mkdir()
+        for name in ("none", "empty"):
+            with pytest.raises(InvalidInput, match=f"there is no checkpoint at {re.escape(str(tmp_path))}/{name}"):
+                load(run, tmp_path / name)
         save(run, tmp_path / "new" / "folder" / "a")
         with pytest.raises(InvalidInput, match="exists already: choose another path, or give overwrite=True"):
             save(run, tmp_path / "new" / "folder" / "a")

@@ -208,7 +208,7 @@ def read_manifest(path: Path, *, files_too: bool = True) -> SavedCheckpoint:
 
     With ``files_too`` false, only the manifest is checked.
     """
-    if not path.is_dir():
+    if not is_checkpoint(path):
         raise InvalidInput(f"there is no checkpoint at {path}: expected a folder that save_checkpoint wrote")
     sums = _read_sums(path)
     text = _read(path / MANIFEST)
