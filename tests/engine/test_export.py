@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,19 @@ def test_damage_and_places_that_cannot_be(tmp_path: Path) -> None:
         export_checkpoint(tmp_path / "saved", tmp_path / "a.safetensors", overwrite=True)
     assert (tmp_path / "a.safetensors").read_text() == "precious"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.safetensors", "saved"]
+
+
+def test_permissions_are_kept_where_files_are_overwritten(tmp_path: Path) -> None:
+    """What only its owner could read stays so."""
+    saved, file = tmp_path / "saved", tmp_path / "model.safetensors"
+    with Run("cpu") as run:
+        save_checkpoint(saved, run.model, run.optimizer)
+        save_weights(file, run.model)
+        for folder_mode, file_mode in ((0o700, 0o600), (0o2775, 0o664)):
+            saved.chmod(folder_mode)
+            file.chmod(file_mode)
+            save_checkpoint(saved, run.model, run.optimizer, overwrite=True)
+            assert stat.S_IMODE(saved.stat().st_mode) == folder_mode
+            for write in (partial(save_weights, file, run.model), partial(export_checkpoint, saved, file)):
+                write(overwrite=True)
+                assert stat.S_IMODE(file.stat().st_mode) == file_mode

@@ -19,6 +19,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -60,6 +61,7 @@ class AtomicFolder:
                 os.mkdir(self._partial)
             except FileExistsError:
                 raise InvalidInput(f"{self.path} is being saved to by another process: wait for it") from None
+            keep_permissions(self.path, self._partial)
             with locked(self._partial, wait=True):
                 try:
                     yield self._partial
@@ -145,6 +147,13 @@ def _is_ours(manifest: Path) -> bool:
             return file.read(len(begin)) == begin
     except OSError:
         return False
+
+
+def keep_permissions(old: Path, new: Path) -> None:
+    """Give ``new`` the permissions of ``old``, if that exists; the owner can always read and write it."""
+    with suppress(OSError):
+        mode = stat.S_IMODE(os.stat(old).st_mode)
+        os.chmod(new, mode | (stat.S_IRWXU if stat.S_ISDIR(os.stat(new).st_mode) else stat.S_IRUSR | stat.S_IWUSR))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import nn
 from ps_core._atomic_files import sync_folder
 from ps_core._errors import InvalidInput
 from ps_core._extents import Kind
-from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, as_tier_failure, locked
+from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, as_tier_failure, keep_permissions, locked
 from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, MASTERS, WEIGHTS, largest_chunk_bytes, plain_tensors
 from ps_core.engine._checkpoint.direct_io import (
     BUFFER_BYTES,
@@ -214,6 +214,7 @@ def _replaced(path: Path, *, overwrite: bool) -> Iterator[Path]:
         try:
             with locked(partial, wait=True):
                 yield partial / path.name
+                keep_permissions(path, partial / path.name)
                 os.rename(partial / path.name, path)
                 sync_folder(path.parent)
         finally:
