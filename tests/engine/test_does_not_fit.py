@@ -71,6 +71,37 @@ def test_activations_beyond_the_device() -> None:
     )
 
 
+class ManyScores(nn.Module):
+    """The last moment takes most of the memory, as scores of many words do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x).repeat(1, 64).float() + 1).logsumexp(-1)
+
+
+@pytest.mark.parametrize("spec", [AdamW(), None])
+def test_the_last_moment_of_an_evaluation_beyond_the_device(spec: AdamW | None) -> None:
+    def evaluate(budget: Budget) -> tuple[int, int]:
+        model, _ = chunked(ManyScores(), spec, device="emulated", budget=budget, options=Options(group_bytes=2**17))
+        try:
+            for _ in range(3):
+                with torch.no_grad():
+                    model(torch.randn(64, 256))
+            memory = statistics(model).tiers["device"]
+            return memory.peak_bytes, memory.budget_bytes
+        finally:
+            release(model)
+
+    with pytest.raises(DoesNotFit, match="at 'forward of layers.3.weight'") as caught:
+        evaluate(Budget(device=2**20, host=2**23))
+    code, _, _ = caught.value.remedies[0].partition(": ")
+    peak, size = evaluate(eval(code, {"Budget": Budget}))
+    assert 2**20 < peak <= size
+
+
 class WithLoss(nn.Module):
     """Layers that return their loss, so that fake tensors can follow a whole pass."""
 

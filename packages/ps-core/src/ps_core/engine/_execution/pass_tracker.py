@@ -175,7 +175,7 @@ class PassTracker:
         """End the pass after a call without gradients, unless that was made in a training pass that goes on."""
         several = self.scheduler.plans_several_calls and recording.training and recording.calls < MOST_CALLS
         if not several or recording.ends_backward or not _has_saved(self._records):
-            self.finish()
+            self.finish(strict=True)
 
     # Moments.
 
