@@ -95,7 +95,7 @@ def test_the_last_moment_of_an_evaluation_beyond_the_device(spec: AdamW | None) 
         finally:
             release(model)
 
-    with pytest.raises(DoesNotFit, match="at 'forward of layers.3.weight'") as caught:
+    with pytest.raises(DoesNotFit, match=r"at 'forward of layers\.3\.weight'") as caught:
         evaluate(Budget(device=2**20, host=2**23))
     code, _, _ = caught.value.remedies[0].partition(": ")
     peak, size = evaluate(eval(code, {"Budget": Budget}))

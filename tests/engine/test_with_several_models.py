@@ -16,9 +16,10 @@ import _models as models
 from _cases import finish, next_token, tokens
 from _reference import Settings
 from _reference import plain as run_plain
+from _runs import let_go
 from _states import masters_of
-from ps_core import AdamW, Budget, DoesNotFit, InvalidInput, Options
-from ps_core.engine import chunked, is_managed, materialized, release, statistics
+from ps_core import SGD, AdamW, Budget, DoesNotFit, InvalidInput, Options
+from ps_core.engine import WeightAverage, chunked, is_managed, materialized, release, statistics
 
 SPEC, STEPS, HOST = AdamW(lr=0.01), 5, "64MiB"
 OPTIONS = Options(poison=True, group_bytes=2048)
@@ -253,3 +254,51 @@ def test_a_frozen_teacher_called_with_gradients_enabled(needs_gradient: bool, st
     for model in (teacher, learner):
         if is_managed(model):
             release(model)
+
+
+# Between a model's forward and backward
+
+
+def write_weights(model: nn.Module, optimizer: Any) -> None:
+    with materialized(model, write=True), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+
+
+OTHERS_USE = {
+    "materialized": write_weights,
+    "state dict": lambda model, optimizer: model.state_dict(),
+    "loads": lambda model, optimizer: model.load_state_dict(model.state_dict()),
+    "average": lambda model, optimizer: WeightAverage(model).update(),
+    "states": lambda model, optimizer: optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("use", OTHERS_USE)
+def test_what_another_models_engine_copies_is_no_activation_of_this_one(use: str) -> None:
+    """As a momentum encoder is updated while the encoder's graph is alive."""
+    peaks = []
+    for used in (False, True):
+        torch.manual_seed(0)
+        model, other = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))) for _ in range(2))
+        budget = Budget(device="96KiB", host="8MiB")
+        model, optimizer = chunked(model, SGD(lr=0.1), device="emulated", budget=budget, precision="fp32")
+        other, others = chunked(other, AdamW(lr=0.01), device="emulated", budget=Budget(device="1MiB", host="8MiB"))
+        for index in range(4):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(index))
+            other(x).float().square().mean().backward()
+            others.step()
+            other(x).float().square().mean().backward()
+            found = model(x)
+            if used:
+                OTHERS_USE[use](other, others)
+            others.zero_grad()
+            found.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counted = statistics(model)
+        peaks.append(counted.tiers["device"].peak_bytes)
+        assert counted.planned_passes == 3
+        assert counted.evictions > 0
+        let_go(model, other)
+    assert peaks[1] < peaks[0] + 128, peaks  # a few scalars

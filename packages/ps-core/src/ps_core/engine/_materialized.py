@@ -77,7 +77,8 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         engine.check_writes()
         install()
         self._engine = engine
-        self._bring_in(engine, wanted)
+        with engine.passes.nonmodel.paused():
+            self._bring_in(engine, wanted)
         if len(wanted) == len(engine.records):  # then the model can be copied
             self._hooks = hooks
             hooks.remove_from_modules()
@@ -88,7 +89,8 @@ class _MaterializedParameters(AbstractContextManager[nn.Module]):
         if engine is None:
             return
         try:
-            self._manage_again(engine)
+            with engine.passes.nonmodel.paused():
+                self._manage_again(engine)
         finally:
             uninstall()
 

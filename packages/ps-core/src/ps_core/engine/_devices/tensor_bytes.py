@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from threading import local
 from types import TracebackType
 from typing import Any
 
@@ -45,10 +46,8 @@ class _TrackedStorage(weakref.ref[torch.UntypedStorage]):
     key: int
 
 
-class _Pause:
-    """Stop the counting while this is entered; one object serves every nested use."""
-
-    __slots__ = ("depth",)
+class _Pause(local):
+    """Stop the counting on this thread while this is entered, nested or not."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -70,6 +69,8 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
     """
 
     supports_higher_order_operators = True
+    _pause = _Pause()
+    """One for all trackers: what one model's engine makes is no other model's activation."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -86,7 +87,6 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         self._peak_bytes = 0
         self._counting = False
         self._guards_before = 0
-        self._pause = _Pause()
         self._lives: dict[int, _TrackedStorage] = {}
         self._died_callback: Callable[[Any], None] = self._died
 
@@ -131,7 +131,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         return any(mode is self for mode in _get_current_dispatch_mode_stack())
 
     def paused(self) -> _Pause:
-        """Return a context within which nothing is counted: for tensors that the engine makes itself."""
+        """Return a context within which no tracker counts: for tensors that an engine makes itself."""
         return self._pause
 
     # ---- what counts

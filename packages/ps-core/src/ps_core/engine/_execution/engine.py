@@ -166,8 +166,10 @@ class Engine:
 
     def overwrite(self, record: ParamState, function: Function, args: Any) -> Any:
         """Load the parameter from a state dict, if one is being loaded; refuse every other change in place."""
-        if function is torch.Tensor.copy_ and self.state_dicts.load(record, args[1]):
-            return record.parameter
+        if function is torch.Tensor.copy_:
+            with self.passes.nonmodel.paused():
+                if self.state_dicts.load(record, args[1]):
+                    return record.parameter
         raise changed_in_place(record, by=getattr(function, "__name__", str(function)))
 
     def detached(self, record: ParamState) -> torch.Tensor | None:
@@ -332,7 +334,8 @@ class Engine:
         """Return an fp32 copy on the CPU of a master or moment, in the parameter's shape."""
         self.usability.check_kept()
         self.finish_pass()
-        return self.updater.read(record, kind)
+        with self.passes.nonmodel.paused():
+            return self.updater.read(record, kind)
 
     @defer_interrupts
     def write_state(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
@@ -340,7 +343,8 @@ class Engine:
         self.usability.check_kept()
         self.usability.check_not_averaged("load")
         self.state_dicts.copies.drop(record)  # of a state dict that broke off
-        self.updater.write(record, kind, value)
+        with self.passes.nonmodel.paused():
+            self.updater.write(record, kind, value)
         self.residency.exposed.check(record)
 
     def load_master(self, record: ParamState, value: torch.Tensor) -> None:
@@ -359,12 +363,17 @@ class Engine:
 
     def read(self, record: ParamState) -> torch.Tensor:
         """Return a copy of the parameter in the type that it is computed with."""
-        return self.updater.weight(record)
+        with self.passes.nonmodel.paused():
+            return self.updater.weight(record)
 
     def read_master(self, record: ParamState) -> torch.Tensor:
         """Return the same, rounded from the master where there is one: after a broken step other copies may be none."""
-        return self.updater.read(record, Kind.P32).to(record.dtype)
+        return self._read_master(record, record.dtype)
 
     def read_in_first_type(self, record: ParamState) -> torch.Tensor:
         """Return a copy of the master, or of the parameter where there is none, in the type that it came with."""
-        return self.updater.read(record, Kind.P32).to(record.given[1])
+        return self._read_master(record, record.given[1])
+
+    def _read_master(self, record: ParamState, dtype: torch.dtype) -> torch.Tensor:
+        with self.passes.nonmodel.paused():
+            return self.updater.read(record, Kind.P32).to(dtype)
