@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from _runs import let_go
 from ps_core import AdamW, Budget, Options
-from ps_core.engine import chunked, statistics
+from ps_core.engine import chunked, materialized, statistics
 
 KIB, AMPLE = 200, 2**14
 
@@ -181,12 +181,34 @@ def by_parts(model: nn.Module, number: int) -> Tensor:
     return x.mean()
 
 
+def state_dict_between(model: nn.Module, number: int) -> Tensor:
+    found = model(batch(number))
+    model.state_dict()
+    return found.square().mean()
+
+
+def weights_between(model: nn.Module, number: int) -> Tensor:
+    """As a momentum encoder is updated once the encoder was called."""
+    found = model(batch(number))
+    with materialized(model):
+        pass
+    return found.square().mean()
+
+
+BETWEEN = (
+    "a step, a state dict or materialized(model) comes between forward and backward: move it before forward or "
+    "behind backward"
+)
+
+
 @pytest.mark.parametrize(
     ("loop", "reason"),
     [
         (two_backwards, "backward leaves a graph behind: call it once, for the sum of all losses"),
         (by_autograd_grad, "backward gives no parameter a gradient, as with torch.autograd.grad: call backward()"),
         (by_parts, "its parts are called, and not the model itself"),
+        (state_dict_between, BETWEEN),
+        (weights_between, BETWEEN),
     ],
 )
 def test_one_line_says_why_a_loop_is_never_planned(
@@ -197,6 +219,18 @@ def test_one_line_says_why_a_loop_is_never_planned(
         assert statistics(model).planned_passes == 0
     lines = [each.message for each in caplog.records]
     assert lines == [f"Sequential: no plan can be made, so passes run on demand: {reason}"]
+
+
+def test_a_state_dict_before_forward_or_behind_backward_leaves_the_plan_alone() -> None:
+    with managed(KIB) as (model, optimizer):
+        for number in range(4):
+            model.state_dict()
+            model(batch(number)).square().mean().backward()
+            with materialized(model):
+                pass
+            optimizer.step()
+            optimizer.zero_grad()
+        assert statistics(model).planned_passes == 3
 
 
 def test_a_loop_that_is_planned_says_nothing_of_this(caplog: pytest.LogCaptureFixture) -> None:

@@ -429,7 +429,7 @@ class PassTracker:
             uninstall()
         self._store.ledger.set_nonmodel(0)
         if not recording.irregular and _has_saved(self._records):
-            recording.irregular = "backward leaves a graph behind: call it once, for the sum of all losses"
+            recording.leave_graph()
         self._counters.passed(replayed=self.driver.follows_plan)
         self.gradient_passes += recording.training and any(map(_GRADS, recording.moments))
         if self.tracked or self.broke_off:  # else the recording has no new figures

@@ -65,6 +65,16 @@ class PassRecording:
         """Return True if the last moment so far is one of backward."""
         return bool(self.moments) and self.moments[-1].backward
 
+    def leave_graph(self) -> None:
+        """Note that the pass ended with a graph for backward, which a plan cannot know."""
+        if self.ends_backward:
+            self.irregular = "backward leaves a graph behind: call it once, for the sum of all losses"
+        else:
+            self.irregular = (
+                "a step, a state dict or materialized(model) comes between forward and backward: move it before "
+                "forward or behind backward"
+            )
+
     @property
     def complete(self) -> bool:
         """Return True if a plan can be made from the recording."""
