@@ -231,8 +231,9 @@ def backward_within_backward() -> UnsupportedParameter:
         )
     return UnsupportedParameter(
         "a backward pass began inside another one of the same model (in a hook, or in a Function's backward), over a "
-        "graph from before: call it after the other one, or call the model again in the hook, and backward on that; "
-        "reentrant checkpointing does this too: use checkpoint(..., use_reentrant=False)"
+        "graph from before, or of a part of the model: call it after the other one, or call the whole model in the "
+        "hook, and backward on that. Equilibrium and adjoint methods, which differentiate a part there, are not "
+        "supported. Reentrant checkpointing does this too: use checkpoint(..., use_reentrant=False)"
     )
 
 

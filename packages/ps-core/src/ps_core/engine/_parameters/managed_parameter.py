@@ -90,6 +90,15 @@ _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)
 _STRIDED = frozenset(_methods("stride", "is_contiguous", "storage_offset"))
 """Functions that are answered for the memory that a parameter has on the compute tier."""
 
+_SHAPED: frozenset[Function] = frozenset(
+    {
+        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
+        *(torch.rand_like, torch.randn_like, torch.randint_like),
+        *_methods("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+    }
+)
+"""Functions that make a tensor like a parameter, and do not read what is in it."""
+
 OPENING = frozenset(
     {
         *_methods("detach", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"),
@@ -340,6 +349,12 @@ def _strided(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any
     return func(twin, *args[1:], **kwargs)
 
 
+def _shaped(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any) -> Any:
+    if kwargs.get("device") is None:
+        kwargs = kwargs | {"device": parameter.device}
+    return _strided(parameter, func, args, kwargs)
+
+
 _SPECIAL: dict[Function, Callable[[ManagedParameter, Function, Any, Any], Any]] = {
     _GET_GRAD: _get_grad,
     _SET_GRAD: _set_grad,
@@ -350,6 +365,7 @@ _SPECIAL: dict[Function, Callable[[ManagedParameter, Function, Any, Any], Any]] 
     torch.Tensor.detach: _detach,
     torch.Tensor.share_memory_: _share,
     **dict.fromkeys(_STRIDED, _strided),
+    **dict.fromkeys(_SHAPED, _shaped),
 }
 
 
