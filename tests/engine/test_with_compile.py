@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import _models as models
 from _cases import ADAMW, finish, next_token, rows, square, tokens
@@ -123,6 +124,79 @@ def test_compiled_after_chunked() -> None:
 
 def test_compiled_and_checkpointed() -> None:
     check_under_the_tightest_budget(loop("in place", "aot_eager", checkpointing=True), Settings(precision="bf16"))
+
+
+class Query(nn.Module):
+    """Looks at tokens with a weight that is given, as the decoder of DETR does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = models.Residual()
+
+    def forward(self, x: Tensor, weights: dict[str, Tensor], shift: Tensor) -> Tensor:
+        look = torch.softmax(x @ weights["all"].t(), -1) @ weights["all"]
+        return self.after(x + look + shift)
+
+
+class Queries(nn.Module):
+    """Gives blocks parameters that are not theirs: trained, frozen, or their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Embedding(8, models.WIDTH)
+        self.shift = nn.Parameter(torch.ones(models.WIDTH), requires_grad=False)
+        self.blocks = nn.ModuleList(Query() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:2]:
+            x = block(x, {"all": self.queries.weight}, shift=self.shift)
+        return self.blocks[2](x, {"all": self.blocks[2].after.narrow.weight.t()}, self.blocks[2].after.norm.weight)
+
+
+def test_a_block_may_be_given_parameters_that_it_does_not_hold() -> None:
+    def train(make: Make) -> list[Tensor]:
+        torch._dynamo.reset()
+        model, logs = Queries(), []
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        _, optimizer = make(model, ADAMW)
+        for index in range(3):
+            loss = square(model, *rows(index))
+            loss.backward()
+            finish(optimizer)
+            with torch.no_grad():
+                logs += [loss.detach(), square(model, *rows(index))]
+        return logs
+
+    check_under_the_tightest_budget(train, Settings(precision="bf16"))
+
+
+@pytest.mark.parametrize("how", ["block", "function"])
+def test_hidden_parameters_are_refused_with_a_remedy_that_works(how: str) -> None:
+    """A compiled block reads a parameter that it does not hold, or a function is given one."""
+
+    class Hidden(nn.Linear):
+        def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+            return super().forward(x) @ (others[0].weight if weight is None else weight)
+
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            if how == "block":
+                return self[1](self[0](x), self[0].weight if follow else None)
+            return function(self[0](x), self[0].weight.clone() if follow else self[0].weight)
+
+    model = Model(nn.Linear(models.WIDTH, models.WIDTH), Hidden(models.WIDTH, models.WIDTH))
+    others, follow = (model[0],), False
+    function = torch.compile(functional.linear, backend="eager")
+    if how == "block":
+        model[1].compile(backend="eager")
+    said = "a compiled block other modules' parameters as arguments, and a compiled function copies"
+    with chunked_model(model) as (model, optimizer):
+        with pytest.raises(UnsupportedParameter, match=said):
+            square(model, *rows(0))
+        follow = True
+        square(model, *rows(0)).backward()
+        finish(optimizer)
 
 
 class Watched(nn.Module):

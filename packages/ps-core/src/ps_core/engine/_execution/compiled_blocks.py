@@ -8,6 +8,9 @@ the engine's saved-tensor hooks, as from any code. The block's backward unpacks 
 them. So the first one fetches all others. Parameters with a gradient in the weight slot are left out: their part of
 backward is done.
 
+A block may be given parameters that it does not hold, or views of them. The compiler looks at what a view was made of.
+So for this call these parameters are treated like the block's own.
+
 Compiled code also makes tensors that no count of non-model bytes sees. Those that leave the block, as results or for
 backward, are counted.
 """
@@ -51,32 +54,48 @@ class CompiledBlock:
         if self._running or self._engine.usability.materializing:  # or its parameters are plain already
             return call(*args, **kwargs)
         engine, depth = self._engine, self._engine.saved.depth
-        engine.access.touch(self._records)
+        parameters, records = self._parameters, self._records
+        if given := self._given((args, kwargs)):
+            parameters = [*parameters, *given]
+            records = [*records, *(parameter._record for parameter in given)]
+        engine.access.touch(records)
         try:
-            self._begin()
+            self._begin(parameters)
             result = call(*args, **kwargs)
         finally:
-            self._end(depth)
-        engine.access.check_unchanged(self._records)
+            self._end(parameters, depth)
+        engine.access.check_unchanged(records)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 engine.passes.count(tensor)
         return result
 
+    def _given(self, values: Any) -> list[ManagedParameter]:
+        """Return the parameters of other modules that are among a call's arguments, or of which a view is."""
+        found: dict[ManagedParameter, None] = {}
+        for value in tree_leaves(values):
+            if isinstance(value, torch.Tensor):
+                parameter = value if isinstance(value, ManagedParameter) else value._base
+                if isinstance(parameter, ManagedParameter) and parameter._owner is self._engine:
+                    found[parameter] = None
+        for own in self._parameters if found else ():
+            found.pop(own, None)
+        return list(found)
+
     @defer_interrupts
-    def _begin(self) -> None:
+    def _begin(self, parameters: list[ManagedParameter]) -> None:
         self._running = True
         self._engine.saved.count_kept(on=True)
         if torch.is_grad_enabled():
             self._engine.saved.push()
-        for parameter in self._parameters:
+        for parameter in parameters:
             make_plain(parameter)
 
     @defer_interrupts
-    def _end(self, depth: int) -> None:
+    def _end(self, parameters: list[ManagedParameter], depth: int) -> None:
         self._running = False
         self._engine.saved.count_kept(on=False)
-        for parameter in self._parameters:
+        for parameter in parameters:
             parameter.__class__ = ManagedParameter
         self._engine.saved.pop_to(depth)
 

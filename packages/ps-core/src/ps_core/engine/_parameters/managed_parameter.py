@@ -130,7 +130,8 @@ class _CompiledWhole(UnsupportedParameter, AssertionError):
 def _refuse_compiled() -> NoReturn:
     raise _CompiledWhole(
         "a compiled model or function read a parameter that is under management, whose memory comes and goes: "
-        "compile the model's blocks instead, before or after: `for block in model.layers: block.compile()`"
+        "compile the model's blocks instead, before or after: `for block in model.layers: block.compile()`; "
+        "give a compiled block other modules' parameters as arguments, and a compiled function copies: `weight.clone()`"
     )
 
 
