@@ -166,6 +166,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         self._peak_bytes = max(self._peak_bytes, self.current_bytes)
 
     @callback
+    @not_compiled
     def _died(self, life: _TrackedStorage) -> None:
         if self._lives.get(life.key) is life:
             del self._lives[life.key]
