@@ -211,6 +211,31 @@ def test_hidden_parameters_are_refused_with_a_remedy_that_works(how: str) -> Non
         finish(optimizer)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_another_pair_of_saved_tensor_hooks_may_keep_what_a_block_saves(backend: str) -> None:
+    """It was given the parameter itself, whose memory was elsewhere in backward."""
+
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda kept: kept):
+                return super().forward(x)
+
+    def train(make: Make) -> list[Tensor]:
+        torch._dynamo.reset()
+        model, logs = Model(*models.stack(3)), []
+        for block in model:
+            block.compile(backend=backend, fullgraph=True)
+        _, optimizer = make(model, ADAMW)
+        for index in range(3):
+            logs.append(square(model, *rows(index)))
+            logs[-1].backward()
+            finish(optimizer)
+        return [each.detach() for each in logs]
+
+    got = check_under_the_tightest_budget(train, Settings(precision="fp32"))
+    assert got.statistics[0].planned_passes == 2
+
+
 class Watched(nn.Module):
     """Notes which of its parameters are managed while it runs."""
 

@@ -87,7 +87,7 @@ class CompiledBlock:
         self._running = True
         self._engine.saved.count_kept(on=True)
         if torch.is_grad_enabled():
-            self._engine.saved.push()
+            self._engine.saved.push_for_compiled()
         for parameter in parameters:
             make_plain(parameter)
 

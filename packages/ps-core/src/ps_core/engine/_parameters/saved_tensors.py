@@ -7,7 +7,8 @@ views of slots, and the reference count of their storage pins these. Where no pa
 active for each single call on a managed parameter. Where another library's pair is active, it sees plain tensors that
 alias a slot, and so pins the slot. That pair must not save a managed parameter: its memory could be elsewhere when
 backward reads it. So such a parameter goes into the call as an alias. (PyTorch's checkpoints make one themselves, but
-not of frozen parameters.)
+not of frozen parameters.) Compiled code is called with the parameters themselves. So a pair around the other one makes
+the aliases.
 """
 
 from __future__ import annotations
@@ -107,6 +108,23 @@ class SavedTensors:
             context = saved_tensors_hooks(self.pack, self.unpack)
             context.__enter__()
             self._pushed.append(context)
+
+    @defer_interrupts
+    def push_for_compiled(self) -> None:
+        """Push a pair for compiled code: the engine's, or one that gives another pair aliases of parameters."""
+        other = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if other is None or other[0] == self.pack:
+            self.push()
+            return
+        pack, unpack = other
+
+        @not_compiled
+        def pack_alias(tensor: torch.Tensor) -> object:
+            return pack(tensor.detach() if isinstance(tensor, torch.nn.Parameter) else tensor)
+
+        context = saved_tensors_hooks(pack_alias, unpack)
+        context.__enter__()
+        self._pushed.append(context)
 
     def kept_by_others(self) -> AliasPolicy:
         """Return which parameters another active pair of saved-tensor hooks would keep alive if it saved them now."""
