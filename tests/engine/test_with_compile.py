@@ -236,6 +236,30 @@ def test_another_pair_of_saved_tensor_hooks_may_keep_what_a_block_saves(backend:
     assert got.statistics[0].planned_passes == 2
 
 
+def test_blocks_around_compiled_blocks_may_be_compiled_later() -> None:
+    """First their layers, then the blocks in place, then what ``torch.compile`` returns for them."""
+
+    def train(make: Make) -> list[Tensor]:
+        torch._dynamo.reset()
+        model, logs = models.stack(3), []
+        for block in list(model):
+            block.wide.compile(backend="aot_eager")
+        _, optimizer = make(model, ADAMW)
+        for index in range(6):
+            for number, block in enumerate(list(model)):
+                if index == 2:
+                    block.compile(backend="aot_eager")
+                if index == 4:
+                    model[number] = torch.compile(block, backend="aot_eager")
+            loss = square(model, *rows(index))
+            optimizer.scale(loss).backward()
+            finish(optimizer)
+            logs.append(loss.detach())
+        return logs
+
+    check_under_the_tightest_budget(train, Settings(precision="bf16"))
+
+
 class Watched(nn.Module):
     """Notes which of its parameters are managed while it runs."""
 

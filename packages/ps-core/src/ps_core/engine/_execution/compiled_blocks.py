@@ -118,15 +118,14 @@ class CompiledBlocks:
 
     @defer_interrupts_installing
     def refresh(self, model: nn.Module) -> None:
-        """Wrap the blocks that were compiled since the last call of this."""
+        """Wrap the blocks that were compiled since the last call of this; unwrap those that are a part of one now."""
+        outermost = dict.fromkeys(_outermost_compiled(model))
         for block in self.blocks:
-            if not block.around.in_place:
+            if not block.around.in_place or block.around.module not in outermost:
                 block.remove()
         self.blocks = [block for block in self.blocks if block.around.in_place]
         found = [
-            module
-            for module in _outermost_compiled(model)
-            if not isinstance(vars(module).get("_compiled_call_impl"), ModuleCallWrapper)
+            module for module in outermost if not isinstance(vars(module).get("_compiled_call_impl"), ModuleCallWrapper)
         ]
         if found and not self._engine.resident:
             refuse_cuda_graphs(model)

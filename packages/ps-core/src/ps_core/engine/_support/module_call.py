@@ -49,6 +49,11 @@ class ModuleCallWrapper:
         raise AttributeError("_torchscript_modifier")
 
     @property
+    def module(self) -> nn.Module | None:
+        """Return the module; None if it is gone."""
+        return self._module()
+
+    @property
     def in_place(self) -> bool:
         """Return True if the wrapper is still installed."""
         module = self._module()
