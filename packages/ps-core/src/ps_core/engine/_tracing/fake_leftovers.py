@@ -64,10 +64,12 @@ def _remove(values: list[Any], kept: set[str]) -> list[Any]:
 
 
 def _holders(values: list[Any]) -> list[tuple[Any, list[Any]]]:
-    """Return the objects that hold some of the values, each with these; no stack frame, and not the list itself."""
+    """Return the objects that hold some of the values, each with these; no stack frame, and none of this function."""
     wanted = {id(value) for value in values}
-    found = gc.get_referrers(*values) if values else []
-    holders = [each for each in found if each is not values and type(each) is not FrameType]
+    arguments = tuple(values)  # Python 3.13 finds the call's own
+    found = gc.get_referrers(*arguments) if values else []
+    own = (id(values), id(arguments))
+    holders = [each for each in found if id(each) not in own and type(each) is not FrameType]
     return [(each, [*{id(x): x for x in gc.get_referents(each) if id(x) in wanted}.values()]) for each in holders]
 
 
