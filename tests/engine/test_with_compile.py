@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -343,6 +345,22 @@ def test_a_compiled_block_is_never_traced_with_fake_tensors(caplog: Any) -> None
         assert not [each for each in caplog.messages if "fake" in each]
         found = statistics(model)
     assert (found.planned_passes, found.divergences) == (2, 0)
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_a_dropped_model_leaves_nothing(how: str) -> None:
+    """What ``block.compile()`` stores refers to the block, and kept the engine with all its memory."""
+    model = models.Language()
+    compiled(model, how, "aot_eager")
+    model, optimizer = chunked(model, ADAMW, device="emulated", budget=Budget(device="1MiB", host="64MiB"))
+    for index in range(3):
+        next_token(model, *tokens(index)).backward()
+        finish(optimizer)
+    left = [weakref.ref(each) for each in (*model.modules(), *model.parameters())]
+    del model, optimizer
+    gc.collect()  # blocks
+    gc.collect()  # the engine, whose memory they gave back as they went
+    assert not [each() for each in left if each() is not None]
 
 
 REMEDY = r"compile (its|the model's) blocks instead[\s\S]*block\.compile\(\)"

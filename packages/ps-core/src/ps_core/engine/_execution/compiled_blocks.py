@@ -17,6 +17,7 @@ backward, are counted.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -48,7 +49,14 @@ class CompiledBlock:
         self._running = False
         for record in self._records:
             record.compiled_block = self._records
-        self.around = ModuleCallWrapper(module, self._run)
+        self._around = weakref.ref(ModuleCallWrapper(module, self._run))
+        """The wrapper, which only the block may hold: it holds the compiled call, and that holds the block."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """Return the block; None if it is gone, or its call was replaced."""
+        around = self._around()
+        return around.module if around is not None and around.in_place else None
 
     def _run(self, call: Call, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if self._running or self._engine.usability.materializing:  # or its parameters are plain already
@@ -101,7 +109,9 @@ class CompiledBlock:
 
     def remove(self) -> None:
         """Unwrap the block's call, and treat the block like any other module."""
-        self.around.remove()
+        around = self._around()
+        if around is not None:
+            around.remove()
         for record in self._records:
             record.compiled_block = []
 
@@ -121,9 +131,9 @@ class CompiledBlocks:
         """Wrap the blocks that were compiled since the last call of this; unwrap those that are a part of one now."""
         outermost = dict.fromkeys(_outermost_compiled(model))
         for block in self.blocks:
-            if not block.around.in_place or block.around.module not in outermost:
+            if block.module not in outermost:
                 block.remove()
-        self.blocks = [block for block in self.blocks if block.around.in_place]
+        self.blocks = [block for block in self.blocks if block.module is not None]
         found = [
             module for module in outermost if not isinstance(vars(module).get("_compiled_call_impl"), ModuleCallWrapper)
         ]
