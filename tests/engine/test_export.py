@@ -123,7 +123,7 @@ def test_damage_and_places_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_permissions_are_kept_where_files_are_overwritten(tmp_path: Path) -> None:
-    """What only its owner could read stays so."""
+    """A folder or file that only its owner can read is still private when it is overwritten."""
     saved, file = tmp_path / "saved", tmp_path / "model.safetensors"
     with Run("cpu") as run:
         save_checkpoint(saved, run.model, run.optimizer)

@@ -1,4 +1,4 @@
-"""What operators compute, counted: the same in each release of PyTorch, and never a reason to refuse a model."""
+"""Operations and elements counted for operators: the same in each release of PyTorch, and no model is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS, HEADS, QUERIES, KEYS, WIDTH = 2, 6, 5, 7, 8
 
 
 class Counted(TorchDispatchMode):
-    """The amounts of all operators."""
+    """Add up the amounts of all operators that run."""
 
     amounts = Amounts()
 
@@ -28,7 +28,7 @@ class Counted(TorchDispatchMode):
 
 
 def attention(heads_of_keys: int) -> tuple[Amounts, Amounts]:
-    """What attention computes, forward and backward."""
+    """Run attention; return the amounts counted in forward, and those counted in backward."""
     query, key, value = (
         torch.randn(ROWS, heads, rows, WIDTH, requires_grad=True)
         for heads, rows in ((HEADS, QUERIES), (heads_of_keys, KEYS), (heads_of_keys, KEYS))
@@ -50,7 +50,7 @@ def test_attention_with_fewer_heads_of_keys(heads_of_keys: int) -> None:
 
 
 def test_a_formula_that_refuses_shapes_refuses_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its operator is counted by the elements it reads and writes."""
+    """The operator is then counted by the elements that it reads and writes."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise AssertionError("shapes are incompatible")

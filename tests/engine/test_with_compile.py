@@ -215,7 +215,7 @@ def test_hidden_parameters_are_refused_with_a_remedy_that_works(how: str) -> Non
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_another_pair_of_saved_tensor_hooks_may_keep_what_a_block_saves(backend: str) -> None:
-    """It was given the parameter itself, whose memory was elsewhere in backward."""
+    """Hooks that keep a tensor must get an alias of a parameter, whose memory is given to others before backward."""
 
     class Model(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ def test_a_compiled_block_is_never_traced_with_fake_tensors(caplog: Any) -> None
 
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_a_dropped_model_leaves_nothing(how: str) -> None:
-    """What ``block.compile()`` stores refers to the block, and kept the engine with all its memory."""
+    """``block.compile()`` stores a call that refers to the block; the engine must not keep both alive."""
     model = models.Language()
     compiled(model, how, "aot_eager")
     model, optimizer = chunked(model, ADAMW, device="emulated", budget=Budget(device="1MiB", host="64MiB"))

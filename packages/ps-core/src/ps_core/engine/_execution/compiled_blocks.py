@@ -79,7 +79,7 @@ class CompiledBlock:
         return result
 
     def _given(self, values: Any) -> list[ManagedParameter]:
-        """Return the parameters of other modules that are among a call's arguments, or of which a view is."""
+        """Return other modules' parameters that a call is given, or is given views of."""
         found: dict[ManagedParameter, None] = {}
         for value in tree_leaves(values):
             if isinstance(value, torch.Tensor):

@@ -66,7 +66,7 @@ def _remove(values: list[Any], kept: set[str]) -> list[Any]:
 def _holders(values: list[Any]) -> list[tuple[Any, list[Any]]]:
     """Return the objects that hold some of the values, each with these; no stack frame, and none of this function."""
     wanted = {id(value) for value in values}
-    arguments = tuple(values)  # Python 3.13 finds the call's own
+    arguments = tuple(values)  # named, to be left out: in Python 3.13 the search finds it
     found = gc.get_referrers(*arguments) if values else []
     own = (id(values), id(arguments))
     holders = [each for each in found if id(each) not in own and type(each) is not FrameType]
