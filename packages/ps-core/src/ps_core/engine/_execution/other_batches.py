@@ -15,8 +15,8 @@ from dataclasses import replace
 from ps_core._extents import SegmentName
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._tracing.batch_shape import BatchShape
-from ps_core.engine._tracing.first_pass import same_moments
-from ps_core.engine._tracing.pass_recording import PassRecording
+from ps_core.engine._tracing.first_pass import begins_like, same_moments
+from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
 
 _CHANGES_AT_ONCE = 2
 _JOINS = 3
@@ -38,8 +38,27 @@ class OtherBatches:
         """Steps in a row that the plan in force did not serve, and that no plan was made for."""
         self._joins_left = _JOINS
         """Number of failures that `join` still allows: plans for several kinds of batches that do not fit."""
+        self._dropped: tuple[PassRecording, BatchShape] | None = None
+        """The last forward pass whose graph was dropped, as in a validation without ``torch.no_grad()``."""
+        self._evaluated: tuple[BatchShape, int] | None = None
+        """The batch of the last evaluation on demand, and its peak of non-model bytes."""
         self.evaluations: tuple[BatchShape, ...] = ()
         """Batches of evaluations that the plan serves: they ran on demand, and took no more than it leaves free."""
+
+    def note_dropped(self, recording: PassRecording, batch: BatchShape) -> None:
+        """Remember a forward pass with gradients that no backward pass followed."""
+        if self._dropped is None or batch.covers(self._dropped[1]):
+            self._dropped = recording, batch
+
+    def beside_dropped(self, recording: PassRecording, batch: BatchShape) -> PassRecording:
+        """Return the pass with room in forward for one whose graph was dropped, if it is like that one."""
+        if self._dropped is None or not batch.covers(self._dropped[1]):
+            return recording
+        dropped, count = self._dropped[0], len(self._dropped[0].moments)
+        if not begins_like(dropped, recording):
+            return recording
+        forward = [_with_room(*pair) for pair in zip(recording.moments[:count], dropped.moments, strict=True)]
+        return replace(recording, moments=forward + recording.moments[count:])
 
     def begin_plan(self) -> None:
         """Forget the evaluations and the row of the plan before; another plan, or none, is in force."""
@@ -54,9 +73,12 @@ class OtherBatches:
         self._joins_left -= 1
 
     def note_evaluation(
-        self, plan: EnginePlan, recording: PassRecording, batch: BatchShape, constant_bytes: int
+        self, plan: EnginePlan | None, recording: PassRecording, batch: BatchShape, constant_bytes: int
     ) -> None:
-        """Note that the plan serves such evaluations, if this one had its moments and took no more bytes."""
+        """Note what an evaluation took; the plan serves such ones if this one had its moments and no more bytes."""
+        self._evaluated = batch, recording.peak_nonmodel_bytes + constant_bytes
+        if plan is None:
+            return
         planned = plan.segments[SegmentName.EVAL].moments
         if recording.training or len(recording.moments) != len(planned):
             return
@@ -68,9 +90,26 @@ class OtherBatches:
         others = [each for each in self.evaluations if not batch.covers(each)]
         self.evaluations = (batch, *others[: _MOST_EVALUATIONS - 1])
 
+    def peak_of_evaluation(self, batch: BatchShape | None) -> int | None:
+        """Return the most non-model bytes that an evaluation takes, if the last one's batch was no smaller."""
+        if self._evaluated is None or not self._evaluated[0].covers(batch):
+            return None
+        return self._evaluated[1]
+
     def covers_evaluation(self, batch: BatchShape | None) -> bool:
         """Return True if an evaluation of this batch, or of a larger one, took no more than the plan leaves free."""
         return any(each.covers(batch) for each in self.evaluations)
+
+    def why_unserved(self, batch: BatchShape | None, planned_for: BatchShape, *, training: bool) -> str:
+        """Return why a plan does not serve a pass that begins with this batch; an empty text if it does."""
+        if batch is None:
+            return "a part of the model is called by itself"
+        if not training and self.covers_evaluation(batch):
+            return ""
+        if not planned_for.covers(batch):
+            return planned_for.difference(batch)
+        several = planned_for.later and not training
+        return "an evaluation calls the model once, and the plan's pass calls it several times" if several else ""
 
     def confirms(self, recording: PassRecording, source: tuple[PassRecording, BatchShape] | None) -> bool:
         """Return True if a pass of several calls repeats the one before, or the one that the plan is from (``source``).
@@ -106,8 +145,10 @@ class OtherBatches:
         """Return a pass that leaves room in each moment for both; None: their moments differ, or such plans fail."""
         if not self._joins_left or not same_moments(first, second):
             return None
-        moments = [
-            replace(mine, nonmodel_bytes=max(mine.nonmodel_bytes, yours.nonmodel_bytes))
-            for mine, yours in zip(first.moments, second.moments, strict=True)
-        ]
+        moments = [_with_room(*pair) for pair in zip(first.moments, second.moments, strict=True)]
         return replace(first, moments=moments, foreseen=first.foreseen or second.foreseen)
+
+
+def _with_room(mine: MomentRecord, yours: MomentRecord) -> MomentRecord:
+    """Return a moment with as many non-model bytes as the larger of two."""
+    return replace(mine, nonmodel_bytes=max(mine.nonmodel_bytes, yours.nonmodel_bytes))

@@ -21,11 +21,11 @@ from ps_core.engine._devices.hide_from_modes import (
 from ps_core.engine._execution.build_components import Components
 from ps_core.engine._execution.host_embedding_tables import HostTables
 from ps_core.engine._execution.instruction_executor import Diverged
-from ps_core.engine._execution.pass_tracker import PassTracker, moving
+from ps_core.engine._execution.pass_tracker import PassTracker
 from ps_core.engine._execution.refuse_use import Usability
 from ps_core.engine._memory.chunk import SlotView
 from ps_core.engine._optim.group_step import StepDecisions
-from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient
+from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient, whole_table
 from ps_core.engine._parameters.managed_parameter import OPENING, Function, ManagedParameter, aliased, version_of
 from ps_core.engine._parameters.param_state import HOST, ParamState
 from ps_core.engine._parameters.saved_tensors import AliasPolicy, SavedTensors
@@ -197,7 +197,7 @@ class ParameterAccess:
                 or record.contents is not SlotContents.WEIGHT
                 or group.weight_chunk.newest(0) is None  # a second gradient rebuilt the weight in the home slot
             ):
-                self._passes.begin_moment(moving(records), [])
+                self._passes.begin_moment(_moving(records), [])
                 break
         self._residency.bind_all(records)
 
@@ -269,3 +269,14 @@ def accept_gradient(parameter: ManagedParameter) -> None:
         owner.arrive(record, gradient)
     else:
         record.dropped = True
+
+
+def _moving(records: list[ParamState]) -> list[ParamState]:
+    """Return the parameters that moments concern: all but tables that stay on the host."""
+    found = []
+    for record in records:
+        if record.group.fixed_tier == HOST:
+            raise whole_table(record.name)
+        if record.group.fixed_tier is None:
+            found.append(record)
+    return found

@@ -23,21 +23,19 @@ from ps_core.engine._execution.build_components import Components
 from ps_core.engine._execution.driver_protocols import PassDriver, Scheduler
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.nonmodel_memory import NonModelMemory
+from ps_core.engine._execution.pass_budget import Excess, PassBudget
 from ps_core.engine._execution.pass_threads import FORWARD, PassThreads
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._parameters.errors import (
     backward_within_backward,
     changed_in_place,
-    compute_tier_too_small,
-    everything_too_large,
-    whole_table,
 )
-from ps_core.engine._parameters.param_state import HOST, ParamGroup, ParamState
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState, has_saved
 from ps_core.engine._parameters.saved_tensors import free_broken_backward, recomputing
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
 from ps_core.engine._tracing.input_tensors import tensors_of
-from ps_core.engine._tracing.pass_recording import MOST_CALLS, MomentRecord, PassRecording
+from ps_core.engine._tracing.pass_recording import ENDED_IN_BACKWARD, MOST_CALLS, MomentRecord, PassRecording
 
 _INDEX, _GRADS = attrgetter("index"), attrgetter("grads")
 _graph_task = torch._C._current_graph_task_id
@@ -66,7 +64,10 @@ class PassTracker:
         self.threads = PassThreads()
         self._around = -1
         """The backward pass in which the present pass began its forward (in a hook); -1: none."""
+        self._ended_in = -1
+        """The last backward pass in which a hook ended a pass; -1: none."""
         self.nonmodel = NonModelMemory(self._store, parts.residency.owners, constant_bytes)
+        self.budget = PassBudget(self._store, self._groups, self.nonmodel)
         self.demand = parts.demand
         self.driver: PassDriver = self.demand
         self.scheduler = scheduler
@@ -102,6 +103,11 @@ class PassTracker:
         """Return True if non-model bytes are counted in this pass."""
         return self.driver.tracked or self.observer is not None
 
+    @property
+    def refused(self) -> bool:
+        """Return True if the last pass took too much, for which the next one is refused."""
+        return self.budget.late is not None
+
     def add_records(self, records: list[ParamState]) -> None:
         """Track parameters that were added to the model; called between passes."""
         self._records.extend(records)
@@ -134,7 +140,7 @@ class PassTracker:
                 self._run_deferred_collectives()
         if recording is not None:
             in_backward = task not in (-1, self._around) and task == self._task and not recomputing()
-            if in_backward or (self.current is not None and self.current.backward) or not _has_saved(self._records):
+            if in_backward or (self.current is not None and self.current.backward) or not has_saved(self._records):
                 self.finish()
                 for tensor in tensors_of(inputs):
                     self.nonmodel.forget(tensor)
@@ -166,7 +172,7 @@ class PassTracker:
         self.outside = True
         within_backward = torch._C._current_graph_task_id() not in (-1, self._around)
         self._counters.enter_phase("backward" if within_backward else "")
-        evaluated = not torch.is_grad_enabled() or (self.evaluates and not _has_saved(self._records))
+        evaluated = not torch.is_grad_enabled() or (self.evaluates and not has_saved(self._records))
         self.evaluates = False
         if evaluated and self.recording is not None and not within_backward:
             self._finish_unless_backward_comes(self.recording)
@@ -174,7 +180,7 @@ class PassTracker:
     def _finish_unless_backward_comes(self, recording: PassRecording) -> None:
         """End the pass after a call without gradients, unless that was made in a training pass that goes on."""
         several = self.scheduler.plans_several_calls and recording.training and recording.calls < MOST_CALLS
-        if not several or recording.ends_backward or not _has_saved(self._records):
+        if not several or recording.ends_backward or not has_saved(self._records):
             self.finish(strict=True)
 
     # Moments.
@@ -298,11 +304,8 @@ class PassTracker:
                         self.recording.irregular = _LEFT
                 self.nonmodel.start()
 
-    def _close_moment(self, *, strict: bool = True) -> list[ParamState]:
-        """End the present moment; return the parameters with live aliases, if the pass is recorded.
-
-        ``strict``: keep to the budget.
-        """
+    def _close_moment(self, excess: Excess = Excess.RAISE) -> list[ParamState]:
+        """End the present moment; return the parameters with live aliases, if the pass is recorded."""
         moment = self.current
         if moment is None:
             return []
@@ -313,7 +316,7 @@ class PassTracker:
             ) and self._gradients.write_over_weight(record):
                 moment.grads[record.index] = None
         if self.tracked:
-            self._check_budget(moment, strict=strict)
+            self._check_budget(moment, excess)
         if self.observer is not None and self.recording is not None:
             self.observer(moment, len(self.recording.moments) == 1)
         held: list[ParamState] = []
@@ -328,22 +331,18 @@ class PassTracker:
                     held.append(record)
         return held
 
-    def _check_budget(self, moment: MomentRecord, *, strict: bool) -> None:
-        """Measure how much of the compute tier a moment took; if that is too much, leave the plan or raise."""
-        needed = self.nonmodel.measure(moment, planned=isinstance(self.driver, PlanDriver))
-        over = needed - self._store.tiers[0].capacity_bytes
-        if strict and over > 0 and self.driver.free_optional_bytes(over) < over:
-            if not isinstance(self.driver, PlanDriver):
-                raise self._too_large(moment, needed)
-            if self.recording is not None:
-                self.recording.overrun = True
-            self.diverge(Diverged(f"{moment.name} takes more than was planned"))
-
-    def _too_large(self, moment: MomentRecord, needed: int) -> DoesNotFit:
-        if self._resident:
-            return everything_too_large(self._store, self._groups, needed, so_far=True)
-        nonmodel_bytes = moment.nonmodel_bytes
-        return compute_tier_too_small(self._store, self._groups, moment.name, needed, nonmodel_bytes, proven=True)
+    def _check_budget(self, moment: MomentRecord, excess: Excess) -> None:
+        """Measure how much of the compute tier a moment took; if that is too much, leave the plan or refuse it."""
+        planned = isinstance(self.driver, PlanDriver)
+        needed, over = self.budget.measure(moment, planned=planned)
+        if over <= 0 or excess is Excess.IGNORE or self.driver.free_optional_bytes(over) >= over:
+            return
+        if not planned:
+            self.budget.raise_excess(moment, needed, later=excess is Excess.RAISE_LATER)
+            return
+        if self.recording is not None:
+            self.recording.overrun = True
+        self.diverge(Diverged(f"{moment.name} takes more than was planned"))
 
     # Begin and end a pass.
 
@@ -357,10 +356,14 @@ class PassTracker:
         for record in self._residency.pop_tampered() if self._residency.tampered else ():
             raise changed_in_place(record)
         install()
-        broke_off = self.broke_off and _graph_task() == -1  # else a hook read a gradient, and backward goes on
-        self._store.ledger.begin_pass(self.nonmodel.free_broken_pass() if broke_off else 0)
+        if self.budget.late is not None:
+            self.budget.raise_late()
+        self._store.ledger.begin_pass(self.nonmodel.free_broken_pass() if self.broke_off else 0)
         training = backward or (torch.is_grad_enabled() and not self.evaluates)
-        irregular = "backward runs in the graph of an earlier pass" if backward else ""
+        irregular = ""
+        if backward:
+            ended = _graph_task() == self._ended_in
+            irregular = ENDED_IN_BACKWARD if ended else "backward runs in the graph of an earlier pass"
         self.recording, self.followed = PassRecording(irregular=irregular, training=training), False
         if not self._resident:
             self.driver = self.demand  # ends the pass if an error comes before its driver is chosen
@@ -414,9 +417,13 @@ class PassTracker:
                 self._run_deferred_collectives()
             self.nonmodel.stop()
             return
-        self._close_moment(strict=strict)  # if that raises, the pass is still open
-        broken_by = sys.exc_info()[0]
-        self.broke_off = not strict and (broken_by is not None or (self.current is not None and self.current.backward))
+        broken_by, in_backward = sys.exc_info()[0], self.current is not None and self.current.backward
+        goes_on = in_backward and _graph_task() != -1  # a hook reads a gradient, say
+        self.broke_off = not strict and (broken_by is not None or (in_backward and not goes_on))
+        broke_off = Excess.IGNORE if self.broke_off else Excess.RAISE_LATER
+        self._close_moment(Excess.RAISE if strict or goes_on else broke_off)  # if that raises, the pass is still open
+        if goes_on and not strict:
+            recording.irregular, self._ended_in = ENDED_IN_BACKWARD, _graph_task()
         self.recording = self.current = None
         self.before_moments.clear()
         self.moment += 1
@@ -428,7 +435,7 @@ class PassTracker:
             self._counters.enter_phase("")
             uninstall()
         self._store.ledger.set_nonmodel(0)
-        if not recording.irregular and _has_saved(self._records):
+        if not recording.irregular and has_saved(self._records):
             recording.leave_graph()
         self._counters.passed(replayed=self.driver.follows_plan)
         self.gradient_passes += recording.training and any(map(_GRADS, recording.moments))
@@ -478,22 +485,3 @@ class PassTracker:
         with torch.no_grad():
             self.deferred.finish()
         self.deferred = None
-
-
-def _has_saved(records: list[ParamState]) -> bool:
-    """Return True if a saved tensor refers to any of the parameters; see `ParamState.handles`."""
-    for record in records:  # noqa: SIM110 - `any` of a generator is a call for each parameter
-        if sys.getrefcount(record.saved_token) > record.saved_token_uses:
-            return True
-    return False
-
-
-def moving(records: list[ParamState]) -> list[ParamState]:
-    """Return the parameters that moments concern: all but tables that stay on the host."""
-    found = []
-    for record in records:
-        if record.group.fixed_tier == HOST:
-            raise whole_table(record.name)
-        if record.group.fixed_tier is None:
-            found.append(record)
-    return found

@@ -85,8 +85,6 @@ class PlanScheduler:
         self._source: tuple[PassRecording, BatchShape] | None = None
         """The recording and batch that the plan was made from."""
         self._homes = HomePlacement(engine)
-        self._evaluated: tuple[BatchShape, int] | None = None
-        """The batch of the last evaluation on demand, and its peak of non-model bytes."""
         self._others = OtherBatches(model_name, self._say)
         self._unplanned = UnplannedPasses(model_name, self._say)
         self._replayed = 0
@@ -203,6 +201,7 @@ class PlanScheduler:
         if missing_bytes:
             self._batch = self._served = None  # a pass that broke off is not recorded
             self._engine.finish_pass()
+            self._engine.passes.budget.forget_late()
             self._request_free_bytes(bytes_to_reserve(missing_bytes, store.tiers[0].capacity_bytes))
 
     def _request_free_bytes(self, size_bytes: int) -> None:
@@ -267,7 +266,8 @@ class PlanScheduler:
             demand.expect(None)
             self._homes.make_room_to_read()
             return self._uncapped(demand)
-        if self._served != self._planned_for and (why := self._why_unserved(self._served, training)):
+        served = self._served == self._planned_for
+        if not served and (why := self._others.why_unserved(self._served, self._planned_for, training=training)):
             engine.counters.diverged(why)
             demand.expect(None)
             self._free_for_unplanned(training)
@@ -298,17 +298,6 @@ class PlanScheduler:
         stepping = (engine.speculation or engine.stepping) if training else None
         return self._replay(plan, segment, tracked=tracked, stepping=stepping)
 
-    def _why_unserved(self, batch: BatchShape | None, training: bool) -> str:
-        """Return why the plan does not serve a pass that begins with this batch; an empty text if it does."""
-        if batch is None:
-            return "a part of the model is called by itself"
-        if not training and self._others.covers_evaluation(batch):
-            return ""
-        if not self._planned_for.covers(batch):
-            return self._planned_for.difference(batch)
-        several = self._planned_for.later and not training
-        return "an evaluation calls the model once, and the plan's pass calls it several times" if several else ""
-
     def _replay(
         self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: Stepping | None = None
     ) -> PlanDriver:
@@ -333,12 +322,12 @@ class PlanScheduler:
 
     def _free_for_unplanned(self, training: bool) -> None:
         """Free as much memory for an unplanned pass as it would have without a plan, unless it needs less."""
-        known = None if training else self._evaluated
-        if known is None or not known[0].covers(self._served):
+        peak = None if training else self._others.peak_of_evaluation(self._served)
+        if peak is None:
             self._homes.move_down()
             return
-        self._engine.passes.demand.expect(known[1])
-        self._homes.make_room_beside(known[1])
+        self._engine.passes.demand.expect(peak)
+        self._homes.make_room_beside(peak)
 
     def forget_plan(self) -> None:
         """Drop the plan, because groups change; move home slots off the compute tier, for a first pass."""
@@ -368,9 +357,13 @@ class PlanScheduler:
                 self._planned_for = self._planned_for.beside(batch) if self._measured else batch
                 self._measured = not recording.training or self._passes_of_step >= self._setup.accumulate
             return
+        passes = self._engine.passes
+        measured = passes.tracked and not passes.broke_off
+        if measured and not passes.refused and recording.training and not recording.ends_backward:
+            self._others.note_dropped(recording, batch)
         if recording.overrun or (self._estimated and recording.training and self._is_wrong(recording)):
-            self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
-        if not self._engine.passes.tracked or self._engine.passes.broke_off or not recording.complete:
+            self._leave_more_room()
+        if not measured or not recording.complete:
             return
         if recording.training is not self._setup.training:
             self._note_evaluation(recording, batch)
@@ -378,14 +371,20 @@ class PlanScheduler:
         if self._plan is not None and not self._estimated and self._planned_for.covers(batch):
             return
         if not batch.later or self._others.confirms(recording, self._source):
-            self._found = recording, batch
+            self._found = self._others.beside_dropped(recording, batch), batch
+
+    def _leave_more_room(self) -> None:
+        """Plan anew after a pass that took more than was planned."""
+        if self._source is not None and not self._estimated:
+            roomier = self._others.beside_dropped(*self._source)
+            if roomier.moments != self._source[0].moments:
+                self._found = roomier, self._source[1]
+                return
+        self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
 
     def _note_evaluation(self, recording: PassRecording, batch: BatchShape) -> None:
         """Remember what an evaluation on demand took; the plan serves the next one if it leaves as much free."""
-        constant_bytes = self._engine.constant_bytes
-        self._evaluated = batch, recording.peak_nonmodel_bytes + constant_bytes
-        if self._plan is not None:
-            self._others.note_evaluation(self._plan, recording, batch, constant_bytes)
+        self._others.note_evaluation(self._plan, recording, batch, self._engine.constant_bytes)
 
     def _is_wrong(self, recording: PassRecording) -> bool:
         """Return True if the pass differs from its estimate; not called for a pass that broke off."""

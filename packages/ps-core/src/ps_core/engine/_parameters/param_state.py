@@ -367,3 +367,11 @@ class ParamGroup:
     def name(self) -> str:
         """Return the first parameter's name, for messages."""
         return self.tensors[0].name
+
+
+def has_saved(records: list[ParamState]) -> bool:
+    """Return True if a saved tensor refers to any of the parameters; see `ParamState.handles`."""
+    for record in records:  # noqa: SIM110 - `any` of a generator is a call for each parameter
+        if sys.getrefcount(record.saved_token) > record.saved_token_uses:
+            return True
+    return False

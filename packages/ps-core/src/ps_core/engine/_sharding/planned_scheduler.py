@@ -191,7 +191,7 @@ class RanksScheduler(PlanScheduler):
         segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
         if training:
             self._sums.begin_pass()
-        if not why and (why := self._why_unserved(batch, training)):
+        if not why and (why := self._others.why_unserved(batch, self._planned_for, training=training)):
             with self._shards.moving:
                 self._free_for_unplanned(training)
         elif not why and self._homes.elsewhere and not self._move_to_plan(plan):

@@ -129,6 +129,14 @@ def same_moments(one: PassRecording, other: PassRecording) -> bool:
     return list(mine) == list(yours) and one.moved_activations == other.moved_activations
 
 
+def begins_like(one: PassRecording, other: PassRecording) -> bool:
+    """Return True if all moments of one pass are another's first ones; bytes may differ."""
+    count = len(one.moments)
+    return 0 < count <= len(other.moments) and same_moments(
+        PassRecording(one.moments), PassRecording(other.moments[:count])
+    )
+
+
 def begins_like_estimate(recording: PassRecording, estimate: PassRecording) -> bool:
     """Return True if a pass that broke off had gone as estimated until then; the plan is then used again."""
     count = len(recording.moments)

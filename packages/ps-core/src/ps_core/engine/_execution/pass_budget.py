@@ -1,0 +1,73 @@
+"""Compare what each moment took of the compute tier with its budget, and say so where it was too much."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from ps_core._errors import DoesNotFit
+from ps_core.engine._execution.nonmodel_memory import NonModelMemory
+from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large
+from ps_core.engine._parameters.param_state import ParamGroup
+from ps_core.engine._tracing.pass_recording import MomentRecord
+
+
+class Excess(Enum):
+    """What becomes of a moment that took too much."""
+
+    RAISE = auto()
+    """It is refused at once."""
+    RAISE_LATER = auto()
+    """The next pass is refused: a step or a state dict ended this one, and has to succeed."""
+    IGNORE = auto()
+    """Nothing: an exception ended the pass."""
+
+
+class PassBudget:
+    """Check the moments of one engine's passes against the budget of the compute tier."""
+
+    def __init__(self, store: TierStore, groups: list[ParamGroup], nonmodel: NonModelMemory) -> None:
+        self._store, self._groups, self._nonmodel = store, groups, nonmodel
+        self.late: DoesNotFit | None = None
+        """The refusal of the pass before, which ended without an error; None: there is none."""
+
+    def measure(self, moment: MomentRecord, *, planned: bool) -> tuple[int, int]:
+        """Return the bytes that a moment took of the compute tier, and by how many they exceed its budget."""
+        needed = self._nonmodel.measure(moment, planned=planned)
+        return needed, needed - self._store.tiers[0].capacity_bytes
+
+    def raise_excess(self, moment: MomentRecord, needed: int, *, later: bool) -> None:
+        """Raise `DoesNotFit` for a moment that took ``needed`` bytes; ``later``: when the next pass begins."""
+        if self._store.resident:
+            error = everything_too_large(self._store, self._groups, needed, so_far=True)
+        else:
+            nonmodel_bytes = moment.nonmodel_bytes
+            error = compute_tier_too_small(self._store, self._groups, moment.name, needed, nonmodel_bytes, proven=True)
+        if not later:
+            raise error
+        self.late = _of_the_pass_before(error)
+
+    def raise_late(self) -> None:
+        """Raise the refusal of the pass before."""
+        late, self.late = self.late, None
+        assert late is not None, "there is one"
+        raise late
+
+    def forget_late(self) -> None:
+        """Forget the refusal of the pass before: the device ran out of memory in it, which the user knows."""
+        self.late = None
+
+
+def _of_the_pass_before(error: DoesNotFit) -> DoesNotFit:
+    """Return the same error for the next pass to raise, with a remedy for a graph that nobody needed."""
+    budget, *others = error.remedies
+    without_graph = "torch.no_grad(): around a call of the model that no backward pass follows"
+    return DoesNotFit(
+        tier=error.tier,
+        moment=f"{error.moment}, in the pass before",
+        needed_bytes=error.needed_bytes,
+        available_bytes=error.available_bytes,
+        proven=error.proven,
+        remedies=(budget, without_graph, *others),
+        depends_on_batch=error.depends_on_batch,
+    )
