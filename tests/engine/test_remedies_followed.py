@@ -267,32 +267,6 @@ def reentrant() -> None:
     release(model)
 
 
-@case("over a graph from before")
-def backward_in_a_hook() -> None:
-    def begin(model: nn.Module, inner: Callable[[], torch.Tensor]) -> torch.Tensor:
-        found = model(X)
-
-        def hook(*_: Any) -> None:
-            with torch.enable_grad():
-                inner().backward()
-
-        found.grad_fn.register_hook(hook)
-        return found.sum()
-
-    model, optimizer = managed()
-    second = model(X).square().sum()
-    with refused("over a graph from before"):
-        begin(model, lambda: second).backward()
-    optimizer.zero_grad()
-
-    begin(model, lambda: model(X).square().sum()).backward()
-    first, second = model(X), model(X)
-    first.sum().backward()
-    second.square().sum().backward()
-    optimizer.step()
-    release(model)
-
-
 @case("expected a dense one; use sparse=False")
 def sparse_gradients() -> None:
     def looked_up(sparse: bool) -> nn.Module:

@@ -26,10 +26,7 @@ from ps_core.engine._execution.nonmodel_memory import NonModelMemory
 from ps_core.engine._execution.pass_budget import Excess, PassBudget
 from ps_core.engine._execution.pass_threads import FORWARD, PassThreads
 from ps_core.engine._execution.plan_driver import PlanDriver
-from ps_core.engine._parameters.errors import (
-    backward_within_backward,
-    changed_in_place,
-)
+from ps_core.engine._parameters.errors import changed_in_place, check_not_reentrant
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState, has_saved
 from ps_core.engine._parameters.saved_tensors import free_broken_backward, recomputing
 from ps_core.engine._support.counters import Counters
@@ -64,8 +61,8 @@ class PassTracker:
         self.threads = PassThreads()
         self._around = -1
         """The backward pass in which the present pass began its forward (in a hook); -1: none."""
-        self._ended_in = -1
-        """The last backward pass in which a hook ended a pass; -1: none."""
+        self._ended_in_backward = False
+        """True if a hook ended a pass while its backward went on, and no forward pass began since."""
         self.nonmodel = NonModelMemory(self._store, parts.residency.owners, constant_bytes)
         self.budget = PassBudget(self._store, self._groups, self.nonmodel)
         self.demand = parts.demand
@@ -197,11 +194,12 @@ class PassTracker:
             threads.check("use of a parameter") if task == -1 else threads.check_backward()
         if task == -1:
             self._task = -1
+        if self._task not in (-1, task):
+            check_not_reentrant()
+            self.finish()  # this backward runs within another one, which goes on later in a pass of its own
         if self.recording is None:
             self._begin(backward=task != -1)
         if task not in (-1, self._task):
-            if self._task != -1:
-                raise backward_within_backward()
             self._task = task
             if self.driver.for_rest is not None:
                 self.driver = self.driver.for_rest(True, True)
@@ -362,8 +360,9 @@ class PassTracker:
         training = backward or (torch.is_grad_enabled() and not self.evaluates)
         irregular = ""
         if backward:
-            ended = _graph_task() == self._ended_in
-            irregular = ENDED_IN_BACKWARD if ended else "backward runs in the graph of an earlier pass"
+            goes_on = self._ended_in_backward
+            irregular = ENDED_IN_BACKWARD if goes_on else "backward runs in the graph of an earlier pass"
+        self._ended_in_backward = self._ended_in_backward and backward
         self.recording, self.followed = PassRecording(irregular=irregular, training=training), False
         if not self._resident:
             self.driver = self.demand  # ends the pass if an error comes before its driver is chosen
@@ -423,7 +422,7 @@ class PassTracker:
         broke_off = Excess.IGNORE if self.broke_off else Excess.RAISE_LATER
         self._close_moment(Excess.RAISE if strict or goes_on else broke_off)  # if that raises, the pass is still open
         if goes_on and not strict:
-            recording.irregular, self._ended_in = ENDED_IN_BACKWARD, _graph_task()
+            recording.irregular, self._ended_in_backward = ENDED_IN_BACKWARD, True
         self.recording = self.current = None
         self.before_moments.clear()
         self.moment += 1

@@ -221,20 +221,14 @@ def graph_of_gradient(name: str) -> UnsupportedParameter:
     )
 
 
-def backward_within_backward() -> UnsupportedParameter:
-    """Return the error for a backward pass inside another one that goes through the same model."""
+def check_not_reentrant() -> None:
+    """Raise if the present backward pass inside another one is reentrant checkpointing's."""
     if _in_reentrant_checkpoint():
-        return UnsupportedParameter(
+        raise UnsupportedParameter(
             "a backward pass began inside another one, as reentrant checkpointing does it: use "
             "checkpoint(..., use_reentrant=False), or "
             'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
         )
-    return UnsupportedParameter(
-        "a backward pass began inside another one of the same model (in a hook, or in a Function's backward), over a "
-        "graph from before, or of a part of the model: call it after the other one, or call the whole model in the "
-        "hook, and backward on that. Equilibrium and adjoint methods, which differentiate a part there, are not "
-        "supported. Reentrant checkpointing does this too: use checkpoint(..., use_reentrant=False)"
-    )
 
 
 def _in_reentrant_checkpoint() -> bool:

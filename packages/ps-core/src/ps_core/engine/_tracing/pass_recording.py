@@ -17,7 +17,9 @@ from ps_core._trace import Amounts, Moment, Phase, Tensor, Trace
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._tracing.activation_log import ActivationLog, TracedActivations
 
-ENDED_IN_BACKWARD = "in backward a hook reads gradients or states, or calls the model: do that behind backward"
+ENDED_IN_BACKWARD = (
+    "in backward a hook reads gradients or states, calls the model, or runs another backward: do that behind backward"
+)
 """Why a pass whose backward goes on is irregular, and the pass that goes on with it."""
 MOST_CALLS = 16
 """Most calls of the model in a pass that is planned. A later call without gradients ends the pass."""
