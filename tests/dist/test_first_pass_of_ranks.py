@@ -15,7 +15,7 @@ from _threads import Together, run
 from _zero_cases import states
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, offloaded, release, statistics
-from ps_core.engine._execution import plan_scheduler
+from ps_core.engine._execution import pass_estimates
 from ps_core.engine._tracing.batch_shape import describe_call
 from test_planned_ranks import Experts, Pass, one_pass
 
@@ -113,13 +113,13 @@ def test_one_rank_estimates_for_all_that_make_the_same_call(
     monkeypatch: pytest.MonkeyPatch, first: tuple[Pass, Pass], estimates: int, precision: str
 ) -> None:
     done = []
-    real = plan_scheduler.estimate_first_pass
+    real = pass_estimates.estimate_first_pass
 
     def counted(*args: Any, **told: Any) -> Any:
         done.append(args[1])
         return real(*args, **told)
 
-    monkeypatch.setattr(plan_scheduler, "estimate_first_pass", counted)
+    monkeypatch.setattr(pass_estimates, "estimate_first_pass", counted)
     found, meeting = run(2, trained, Experts, first, precision, 12)
     assert found == [[(1, 0, False), (2, 0, False), (3, 0, False)]] * 2
     assert "the recorded pass" not in meeting.log, "the estimate held on both ranks"
@@ -246,12 +246,12 @@ def test_an_interrupt_while_rank_0_estimates_leaves_the_others_waiting(monkeypat
     class Estimates:
         breaks: ClassVar[dict[int, bool]] = {}
 
-    real = plan_scheduler.estimate_first_pass
+    real = pass_estimates.estimate_first_pass
 
     def estimate(*args: Any, **told: Any) -> Any:
         if Estimates.breaks.pop(0, False):
             raise KeyboardInterrupt
         return real(*args, **told)
 
-    monkeypatch.setattr(plan_scheduler, "estimate_first_pass", estimate)
+    monkeypatch.setattr(pass_estimates, "estimate_first_pass", estimate)
     assert run(2, breaks_off, (0,), Estimates)[0] == [[1, 2]] * 2

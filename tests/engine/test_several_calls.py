@@ -174,10 +174,10 @@ def by_autograd_grad(model: nn.Module, number: int) -> Tensor:
     return torch.zeros((), requires_grad=True) * 1
 
 
-def by_parts(model: nn.Module, number: int) -> Tensor:
+def by_parameters(model: nn.Module, number: int) -> Tensor:
     x = batch(number)
-    for layer in model:  # type: ignore[attr-defined]
-        x = layer(x)
+    for weight in model.parameters():
+        x = x @ weight if weight.dim() == 2 else x + weight
     return x.mean()
 
 
@@ -206,7 +206,7 @@ BETWEEN = (
     [
         (two_backwards, "backward leaves a graph behind: call it once, for the sum of all losses"),
         (by_autograd_grad, "backward gives no parameter a gradient, as with torch.autograd.grad: call backward()"),
-        (by_parts, "its parts are called, and not the model itself"),
+        (by_parameters, "its parameters are read outside of any call of its modules"),
         (state_dict_between, BETWEEN),
         (weights_between, BETWEEN),
     ],

@@ -135,7 +135,9 @@ class _ByEngine:
         passes, tensor = self._passes, activation.held
         assert tensor is not None, "it was not moved before"
         with passes.nonmodel.paused(), torch.no_grad():
-            activation.note_recorded(*passes.make_activation(activation.nbytes))
+            recording = passes.recording
+            if recording is not None and torch._C._current_graph_task_id() == -1:  # else it is of a recomputed block
+                activation.note_recorded(recording, recording.note_offloaded(activation.nbytes))
             driver = passes.driver
             if not (activation.name and isinstance(driver, PlanDriver) and driver.activations.keep(activation)):
                 if self._offload(activation, tensor):
@@ -173,7 +175,9 @@ class _ByEngine:
         """Copy an activation back into new memory of the device."""
         if activation.held is not None:
             return activation.held
-        self._passes.take_activation(activation.origin, activation.name)
+        recording = self._passes.recording
+        if recording is not None and activation.origin is recording:
+            recording.note_taken(activation.name)
         driver = self._passes.driver
         if activation.slot is None and isinstance(driver, PlanDriver):
             tensor = self._new(activation, partial(driver.activations.restore, activation))

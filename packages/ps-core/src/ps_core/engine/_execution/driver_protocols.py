@@ -93,14 +93,20 @@ class Scheduler(Protocol):
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at the root module's arguments before its call."""
 
+    def before_part(self) -> None:
+        """Look at the present call of a part of the model, which the root module did not make."""
+
     def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
         """Choose the driver of the pass that begins now; ``backward``: it begins with a backward pass."""
 
     def forget_plan(self) -> None:
         """Drop the plan, because the model's groups change; called between passes."""
 
-    def plan_abandoned(self) -> None:
-        """Note that the pass left its plan: home slots may be elsewhere now."""
+    def plan_abandoned(self, *, needs_more: bool) -> None:
+        """Note that the pass left its plan: home slots may be elsewhere now.
+
+        ``needs_more``: the rest of the pass takes more memory than was planned.
+        """
 
     def observe(self, recording: PassRecording) -> None:
         """Record a pass that was observed, or that broke off."""

@@ -127,7 +127,8 @@ class Engine:
         if self.state_dicts.copies.given:
             self.state_dicts.copies.check()
         if self.residency.exposed.bounds or self.residency.tampered:
-            self.passes.check_writes()
+            self.residency.exposed.check()
+            self.residency.check_tampered()
 
     def _check_unchanged(self) -> None:
         """Refuse changes in place that the engine did not make to any parameter, and undo them."""

@@ -73,14 +73,17 @@ class HomePlacement:
         weights = [(group.weight_chunk, group.chunk_numel) for group in self._engine.groups]
         self.move_down(sum(chunk.bytes * (chunk.home.tier > 0) + numel * 4 for chunk, numel in weights))
 
-    def plan_abandoned(self, plan: EnginePlan) -> None:
-        """Move down the lent home slots of a plan left within a segment, so that on-demand moves have room."""
+    def plan_abandoned(self, plan: EnginePlan, *, needs_more: bool) -> None:
+        """Move down the home slots of a plan left within a segment, if it lent some, so that on-demand moves have room.
+
+        ``needs_more``: also if it lent none, for what comes takes more memory than was planned.
+        """
         store = self._engine.store
         rows = [(held, plan.chunk(held.extent)) for held in plan.plan.home]
         displaced = [(held, chunk) for held, chunk in rows if not in_place(chunk.home, held)]
         self.displaced = self.displaced or bool(displaced)
-        self.elsewhere = self.elsewhere or self.displaced
-        if not displaced or self._engine.residency.transfers.broken:
+        self.elsewhere = self.elsewhere or self.displaced or needs_more
+        if not (displaced or needs_more) or self._engine.residency.transfers.broken:
             return
         with torch.inference_mode(False):
             for held, chunk in sorted(displaced, key=lambda row: -row[0].tier):

@@ -9,8 +9,11 @@ PyTorch's or the user's is changed.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from ps_core.engine._gradients.managed_grad import ManagedGrad
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.refuse_programs import not_a_program
+from ps_core.engine._tracing.batch_shape import MODULE_CALLS, BatchShape, batch_of
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 _APPLY = "_apply"
@@ -108,6 +112,23 @@ class ModuleGuard:
         module = self._module()
         if module is not None and self.in_place:
             del vars(module)[_APPLY]
+
+
+def called_part() -> BatchShape | None:
+    """Return the class and the shapes of the part of a managed model that is being called; None: none is.
+
+    The caller runs in that call. Where parts are nested, it is the outermost one.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    found: FrameType | None = None
+    while frame is not None:
+        if frame.f_code in MODULE_CALLS and isinstance(vars(frame.f_locals["self"]).get(_APPLY), ModuleGuard):
+            found = frame
+        frame = frame.f_back
+    if found is None:
+        return None
+    given = found.f_locals
+    return replace(batch_of(given["args"], given["kwargs"]), part=type(given["self"]).__qualname__)
 
 
 class _SkipManaged:

@@ -26,7 +26,7 @@ from ps_core.engine._execution.nonmodel_memory import NonModelMemory
 from ps_core.engine._execution.pass_budget import Excess, PassBudget
 from ps_core.engine._execution.pass_threads import FORWARD, PassThreads
 from ps_core.engine._execution.plan_driver import PlanDriver
-from ps_core.engine._parameters.errors import changed_in_place, check_not_reentrant
+from ps_core.engine._parameters.errors import check_not_reentrant
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState, has_saved
 from ps_core.engine._parameters.saved_tensors import free_broken_backward, recomputing
 from ps_core.engine._support.counters import Counters
@@ -38,6 +38,8 @@ _INDEX, _GRADS = attrgetter("index"), attrgetter("grads")
 _graph_task = torch._C._current_graph_task_id
 """Return the number of the backward pass that this thread works for; -1: there is none."""
 _LEFT = "the pass left its plan"
+_MOST_MOMENTS = 4096
+"""Moments of a pass after which calls of parts of the model begin another."""
 
 
 class PassTracker:
@@ -109,12 +111,6 @@ class PassTracker:
         """Track parameters that were added to the model; called between passes."""
         self._records.extend(records)
         self._record_of.update({record.index: record for record in records})
-
-    def check_writes(self) -> None:
-        """Raise if a parameter was changed in place, and undo that; keep permitted writes to exposed memory."""
-        self._residency.exposed.check()
-        for record in self._residency.pop_tampered():
-            raise changed_in_place(record)
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count a tensor among non-model bytes, although no operator was seen to make it."""
@@ -216,8 +212,14 @@ class PassTracker:
         assert recording is not None, "there is a pass"
         if self._residency.exposed.bounds:
             self._residency.exposed.check(ended=True)
-        held = self._close_moment()
         backward = torch._C._current_graph_task_id() not in (-1, self._around)
+        if self.outside and not backward:
+            recording = self._before_part(recording)
+        try:
+            held = self._close_moment()
+        except DoesNotFit:
+            self._end_refused_part(backward)
+            raise
         reads: dict[ParamGroup, None] = {}
         for record in records:
             reads[record.group] = None
@@ -234,12 +236,16 @@ class PassTracker:
         recording.moments.append(moment)
         self.current = moment
         self.moment += 1
-        with torch.no_grad():
-            if self.nonmodel.counting:
-                with self.nonmodel.paused():
+        try:
+            with torch.no_grad():
+                if self.nonmodel.counting:
+                    with self.nonmodel.paused():
+                        self._drive(records, gains, moment.name)
+                else:
                     self._drive(records, gains, moment.name)
-            else:
-                self._drive(records, gains, moment.name)
+        except DoesNotFit:
+            self._end_refused_part(backward)
+            raise
         for group in reads:
             group.last_read_moment = self.moment
         for group in gains:
@@ -247,19 +253,25 @@ class PassTracker:
         while self.before_moments:
             self.before_moments.pop(0)()
 
-    # Offloaded activations.
+    def _before_part(self, recording: PassRecording) -> PassRecording:
+        """Tell the scheduler of a call outside of the root module's; return the pass that it belongs to.
 
-    def make_activation(self, size_bytes: int) -> tuple[PassRecording | None, str]:
-        """Note an offload; return the recording and its name there, which is empty for one that backward makes."""
-        recording = self.recording
-        if recording is None or not recording.moments or _graph_task() != -1:
-            return None, ""
-        return recording, recording.activations.make(size_bytes, len(recording.moments) - 1)
+        Nothing tells when the last call of a part ends. So an evaluation ends where training begins, and both end after
+        many moments.
+        """
+        trains = torch.is_grad_enabled() and not recording.training
+        if trains or (len(recording.moments) >= _MOST_MOMENTS and not has_saved(self._records)):
+            self.finish()
+            self._begin(backward=False)
+            assert self.recording is not None, "it has just begun"
+            return self.recording
+        self.scheduler.before_part()
+        return recording
 
-    def take_activation(self, recording: object, name: str) -> None:
-        """Note that an activation is copied back, if it was made in the pass that is on."""
-        if self.recording is not None and recording is self.recording:
-            self.recording.activations.note_taken(name, len(self.recording.moments) - 1)
+    def _end_refused_part(self, backward: bool) -> None:
+        """End a pass that was refused, unless that is within a call of the root module, which does so, or backward."""
+        if self.outside and not backward:
+            self.finish()
 
     def _drive(self, records: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         recorder = self._counters.recorder
@@ -283,17 +295,17 @@ class PassTracker:
                 self.leave_plan(why, overrun=overrun)
         elif isinstance(self.driver, PlanDriver) and self.recording is not None:
             self.recording.overrun = overrun
-            self.diverge(Diverged(why))
+            self.diverge(Diverged(why), needs_more=True)
 
-    def diverge(self, why: Diverged) -> None:
-        """Leave the plan for the rest of the pass."""
+    def diverge(self, why: Diverged, *, needs_more: bool = False) -> None:
+        """Leave the plan for the rest of the pass; ``needs_more``: that takes more memory than was planned."""
         replay, self.driver = self.driver, self.demand
         assert isinstance(replay, PlanDriver), "only plans are left"
         self._counters.diverged(str(why))
         with torch.no_grad():
             try:
                 self.driver = replay.abandon() or self.demand
-                self.scheduler.plan_abandoned()
+                self.scheduler.plan_abandoned(needs_more=needs_more)
             finally:
                 self.followed = self.driver is not self.demand
                 if not self.followed:
@@ -340,7 +352,7 @@ class PassTracker:
             return
         if self.recording is not None:
             self.recording.overrun = True
-        self.diverge(Diverged(f"{moment.name} takes more than was planned"))
+        self.diverge(Diverged(f"{moment.name} takes more than was planned"), needs_more=True)
 
     # Begin and end a pass.
 
@@ -351,8 +363,8 @@ class PassTracker:
             return
         if self._residency.exposed.bounds:
             self._residency.exposed.check(ended=True)
-        for record in self._residency.pop_tampered() if self._residency.tampered else ():
-            raise changed_in_place(record)
+        if self._residency.tampered:
+            self._residency.check_tampered()
         install()
         if self.budget.late is not None:
             self.budget.raise_late()

@@ -25,8 +25,10 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.lower_home_slots import HomePlacement
+from ps_core.engine._execution.module_guards import called_part
 from ps_core.engine._execution.on_demand_driver import OnDemandDriver
 from ps_core.engine._execution.other_batches import OtherBatches
+from ps_core.engine._execution.pass_estimates import PassEstimates
 from ps_core.engine._execution.passes_without_plan import ResidentDriver
 from ps_core.engine._execution.plan_driver import PlanDriver, fits_step, why_not_ready
 from ps_core.engine._execution.plan_request import PlanRequest
@@ -36,13 +38,10 @@ from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.speculative_steps import Stepping
 from ps_core.engine._parameters.state_transitions import GradientPlace
 from ps_core.engine._support.interrupts import defer_interrupts_installing
-from ps_core.engine._support.log import log_line, say_if_debugging
+from ps_core.engine._support.log import log_line
 from ps_core.engine._tracing.batch_shape import BatchShape, batch_of, within_a_module
 from ps_core.engine._tracing.first_pass import (
-    NotForeseen,
-    ReturnsNoLoss,
     begins_like_estimate,
-    estimate_first_pass,
     matches_estimate,
 )
 from ps_core.engine._tracing.input_tensors import VALUES
@@ -59,7 +58,7 @@ class PlanScheduler:
         self, engine: Engine, setup: Setup, *, model_name: str, options: Options, cast: torch.dtype | None
     ) -> None:
         self._engine, self._model_name, self._setup = engine, model_name, setup
-        self._options, self._cast = options, cast
+        self._estimates = PassEstimates(engine, model_name, cast, self._say)
         self._caps = options.cap_allocator and not engine.store.device.overcommits
         """True if the device's allocator is capped at the budget in passes by a plan."""
         self._asking = self._request(options)
@@ -69,6 +68,8 @@ class PlanScheduler:
         """The batch that the root module was called with; None for a pass that began elsewhere."""
         self._served: BatchShape | None = None
         """The batch of the last pass that a driver was chosen for."""
+        self._part: BatchShape | None = None
+        """The last call of a part of the model; None if the present pass began with a call of the model itself."""
         self._found: tuple[PassRecording, BatchShape] | None = None
         self._before_step = 0
         """Number of passes with gradients before this step's first."""
@@ -152,7 +153,7 @@ class PlanScheduler:
             return
         offloads = self._plan is not None and self._plan.moves_activations
         if (offloads or not self._tried) and not self._engine.resident and torch.is_grad_enabled():
-            if self._may_estimate and (not self._tried or self._begins_larger_step()):
+            if self._estimates.possible and (not self._tried or self._begins_larger_step()):
                 self._foresee(module, args, kwargs)
             self._tried = True  # only now: after an interrupt the next call tries again
 
@@ -169,6 +170,16 @@ class PlanScheduler:
                 overrun = known and self._others.note_larger_call()
                 self._engine.passes.leave_plan(self._planned_for.difference(self._served), overrun=overrun)
 
+    def before_part(self) -> None:
+        """Note a call of another part, or with another batch, in a pass that began with a call of a part."""
+        call = None if self._part is None else called_part()
+        if call is None or call == self._part:
+            return
+        self._part, recording = call, self._engine.passes.recording
+        if self._served is not None and len(self._served.later) >= MOST_CALLS and recording is not None:
+            recording.irregular = "parts of the model are called many times, with different shapes"
+        self._add_call(call)
+
     def _begins_larger_step(self) -> bool:
         """Return True if a step begins with a batch larger than the plan's.
 
@@ -176,11 +187,6 @@ class PlanScheduler:
         """
         starts = self._engine.passes.recording is None and not self._passes_of_step
         return starts and not self._planned_for.later and not self._planned_for.covers(self._batch)
-
-    @property
-    def _may_estimate(self) -> bool:
-        """Return False if blocks are compiled: their moments are only known once they have run."""
-        return not self._engine.management.has_compiled_blocks
 
     def _batch_of(self, args: Any, kwargs: Any) -> BatchShape:
         """Return the shape of a call's arguments; usually they are as in the call before."""
@@ -220,7 +226,7 @@ class PlanScheduler:
 
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plan the pass from a fake one, where the model allows that; otherwise it runs on demand."""
-        engine, recording = self._engine, self._estimate(module, args, kwargs)
+        engine, recording = self._engine, self._estimates.estimate(module, args, kwargs)
         if recording is None:
             return
         try:
@@ -234,19 +240,6 @@ class PlanScheduler:
                 engine.store.ledger.note_foreseen(error.needed_bytes)
             log_line(f"{self._model_name}: does not fit as estimated; this pass runs on demand and is recorded")
 
-    def _estimate(self, module: nn.Module, args: Any, kwargs: Any) -> PassRecording | None:
-        """Return the pass as fake tensors foresee it; None: they cannot."""
-        engine = self._engine
-        say_if_debugging(f"{self._model_name}: tracing the pass with fake tensors")
-        try:
-            return estimate_first_pass(
-                module, args, kwargs, records=engine.records, cast=self._cast, shared=engine.management.shared
-            )
-        except NotForeseen as why:
-            tell = say_if_debugging if isinstance(why, ReturnsNoLoss) else self._say
-            tell(f"{self._model_name}: not foreseen ({why}): this pass runs on demand and is recorded")
-        return None
-
     def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
         """Choose the plan's driver where the plan serves the pass, else the on-demand driver."""
         engine, plan = self._engine, self._plan
@@ -254,9 +247,11 @@ class PlanScheduler:
             return engine.passes.demand
         if engine.speculation is not None:
             engine.speculation.undo()
-        self._served, self._batch = self._batch, None
+        self._served, self._batch, self._part = self._batch, None, None
         if engine.resident:
             return ResidentDriver(tracked=not (self._measured and self._planned_for.covers(self._served)))
+        if self._served is None and training and self._setup.training:
+            self._served = self._part = called_part()
         demand = engine.passes.demand
         if plan is None:
             demand.expect(None)
@@ -336,10 +331,10 @@ class PlanScheduler:
         self._others.begin_plan()
         self._tried = self._estimated = self._recorded = self._measured = False
 
-    def plan_abandoned(self) -> None:
-        """Note that a pass left the present plan."""
+    def plan_abandoned(self, *, needs_more: bool) -> None:
+        """Note that a pass left the present plan; ``needs_more``: its rest takes more memory than was planned."""
         if self._plan is not None:
-            self._homes.plan_abandoned(self._plan)
+            self._homes.plan_abandoned(self._plan, needs_more=needs_more)
 
     def observe(self, recording: PassRecording) -> None:
         """Keep a recorded pass, if a plan is to be made from it."""
@@ -412,7 +407,7 @@ class PlanScheduler:
         except BaseException as why:
             engine.passes.demand.adopt(engine.groups)
             engine.passes.demand.finish()
-            homes.plan_abandoned(plan)
+            homes.plan_abandoned(plan, needs_more=False)
             if not isinstance(why, Diverged):
                 raise
             engine.counters.diverged(str(why))

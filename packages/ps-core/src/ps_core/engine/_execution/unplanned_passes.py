@@ -8,7 +8,7 @@ from ps_core.engine._tracing.pass_recording import PassRecording
 
 _TOLD_AFTER = 3
 """Training passes in a row that no plan can be made from, before a line says so."""
-_PARTS = "its parts are called, and not the model itself"
+_PARTS = "its parameters are read outside of any call of its modules"
 
 
 class UnplannedPasses:

@@ -13,6 +13,7 @@ from ps_core.engine._memory.chunk import Chunk, MemoryView, Slot, SlotView
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._memory.transfer_observer import TransferObserver
 from ps_core.engine._memory.transfers import Transfers
+from ps_core.engine._parameters.errors import changed_in_place
 from ps_core.engine._parameters.managed_parameter import version_of
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import SlotContents
@@ -120,6 +121,11 @@ class Residency:
         """Return the parameters whose changes in place were lost, and forget them."""
         found, self.tampered = self.tampered, []
         return found
+
+    def check_tampered(self) -> None:
+        """Raise if a change in place was lost since the last call."""
+        for record in self.pop_tampered():
+            raise changed_in_place(record)
 
     def undo_changes(self, record: ParamState, slot: Slot) -> None:
         """Discard what was written to ``slot``: another copy has the weight, or the master has it."""

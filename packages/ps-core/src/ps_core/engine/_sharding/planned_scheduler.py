@@ -97,6 +97,9 @@ class RanksScheduler(PlanScheduler):
             self._foresee(module, args, kwargs)
             self._tried = True
 
+    def before_part(self) -> None:
+        """Do nothing: ranks plan no passes of parts of the model."""
+
     def _plan_between_passes(self) -> None:
         """Plan before a pass of a model without an optimizer, if it is time to ask and a rank has a new recording."""
         done, self._calls = self._calls, self._calls + 1
@@ -133,8 +136,8 @@ class RanksScheduler(PlanScheduler):
         if self._same_call is None:  # else an interrupt ended the estimate, and other ranks wait with theirs
             self._same_call = self._make_same_call(module, args, kwargs)
         alike = self._same_call
-        estimates = self._may_estimate and (self._together.process == 0 or not alike)
-        recording = self._estimate(module, args, kwargs) if estimates else None
+        estimates = self._estimates.possible and (self._together.process == 0 or not alike)
+        recording = self._estimates.estimate(module, args, kwargs) if estimates else None
         mine = [] if recording is None else [(recording, self._batch)]
         texts = self._exchange_passes(mine, "the estimated pass")
         if alike:
@@ -145,7 +148,7 @@ class RanksScheduler(PlanScheduler):
 
     def _make_same_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Return True if all ranks make the same first call of models that are alike."""
-        call = describe_call(module, args, kwargs) if self._may_estimate else ""
+        call = describe_call(module, args, kwargs) if self._estimates.possible else ""
         digest = blake2b(f"{self._engine.constant_bytes} {call}".encode(errors="replace"), digest_size=16).hexdigest()
         told = exchange_texts(self._together, f"{bool(call)} {digest}", "the first call")
         return bool(call) and len(set(told)) == 1
@@ -216,10 +219,10 @@ class RanksScheduler(PlanScheduler):
         self._mine, self._refused, self._plans_made, self._steps_until_plan, self._calls = None, None, 0, 0, 0
         self._same_call = None
 
-    def plan_abandoned(self) -> None:
+    def plan_abandoned(self, *, needs_more: bool) -> None:
         """Note that a pass of this rank left the plan, whose collectives it goes on with."""
         with self._shards.moving:
-            super().plan_abandoned()
+            super().plan_abandoned(needs_more=needs_more)
 
     def _move_to_plan(self, plan: EnginePlan) -> bool:
         with self._shards.moving:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ps_core.engine._tracing.input_tensors import tensors_of
 
-_MODULE_CALLS = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__})
+MODULE_CALLS = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__})
 _MOST_OTHERS = 7
 """A plan serves so many batches besides the first, none of which covers another."""
 
@@ -27,11 +27,13 @@ class BatchShape:
     """Batches of further calls in the same pass."""
     others: tuple[BatchShape, ...] = ()
     """Batches of other structures or shapes that the same plan serves."""
+    part: str = ""
+    """The class of the part of the model that was called; empty: the model itself was."""
 
     @property
-    def dimensions(self) -> tuple[int, ...]:
-        """Return the number of dimensions of each tensor; only batches with the same ones can be compared."""
-        return tuple(map(len, self.shapes))
+    def dimensions(self) -> tuple[str | int, ...]:
+        """Return what was called, with how many dimensions of each tensor; only batches with the same are compared."""
+        return self.part, *map(len, self.shapes)
 
     def covers(self, other: BatchShape | None) -> bool:
         """Return True if no size of the other batch is larger: this one's plan then serves both."""
@@ -65,7 +67,8 @@ class BatchShape:
         """Return what a plan serves that serves the other batch and this one's; of many, the newest."""
         mine = [replace(each, others=()) for each in (self, *self.others)]
         kept = [each for each in mine if not other.covers(each)]
-        return BatchShape(other.shapes, max(self.tokens, other.tokens), other.later, tuple(kept[:_MOST_OTHERS]))
+        tokens, others = max(self.tokens, other.tokens), tuple(kept[:_MOST_OTHERS])
+        return BatchShape(other.shapes, tokens, other.later, others, other.part)
 
     def joined(self, other: BatchShape) -> BatchShape:
         """Return the smallest batch that covers both, which have the same dimensions."""
@@ -139,7 +142,7 @@ def within_a_module() -> bool:
     """Return True if the caller runs within a module's call; parameters read outside depend on no batch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in _MODULE_CALLS:
+        if frame.f_code in MODULE_CALLS:
             return True
         frame = frame.f_back
     return False

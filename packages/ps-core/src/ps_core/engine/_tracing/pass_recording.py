@@ -69,6 +69,14 @@ class PassRecording:
         """Return True if the last moment so far is one of backward."""
         return bool(self.moments) and self.moments[-1].backward
 
+    def note_offloaded(self, size_bytes: int) -> str:
+        """Note an offloaded activation; return its name, which is empty before the first moment."""
+        return self.activations.make(size_bytes, len(self.moments) - 1) if self.moments else ""
+
+    def note_taken(self, name: str) -> None:
+        """Note that an activation is copied back."""
+        self.activations.note_taken(name, len(self.moments) - 1)
+
     def leave_graph(self) -> None:
         """Note that the pass ended with a graph for backward, which a plan cannot know."""
         if self.ends_backward:
