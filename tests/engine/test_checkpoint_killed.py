@@ -66,6 +66,15 @@ def test_while_clearing_up(deaths: tuple[Found, Found, Found]) -> None:
     assert {found for _, found in deaths[2]} > {100, there}
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises `KeyboardInterrupt`, as in the foreground: what a shell runs in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("call", range(1, 5))
 def test_ctrl_c_while_folders_change_places_leaves_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
