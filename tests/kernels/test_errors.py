@@ -57,6 +57,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"beta1": 1.0}, "beta1: expected a number in [0, 1), found 1.0"),
     ({"grad_scale": float("inf")}, "grad_scale: expected a number in [0, inf), found inf"),
     ({"backend": "magic"}, "backend: expected one of cuda, "),
+    (
+        {"backend": ["numpy"]},
+        "backend: expected one of cuda, avx512, avx2, neon, scalar, torch, numpy, or None; found ['n",
+    ),
+    ({"backend": {}}, "or None; found {}"),
+    ({"backend": 5}, "or None; found 5"),
     ({"backend": "torch"}, "backend 'torch': cannot work on param, which is a numpy array"),
 ]
 
@@ -128,6 +134,9 @@ CALLS: list[tuple[Callable[[], None], str]] = [
     (lambda: spans(5), "spans: expected a list, found int"),
     (lambda: ps_kernels.accumulate(floats(), floats(5)), "grad: expected shape (4,), found (5,)"),
     (lambda: ps_kernels.accumulate(floats(), floats(), scale=-1), "scale: expected a number"),
+    (lambda: ps_kernels.accumulate(floats(), floats(), backend=[]), "backend: expected one of cuda, "),  # type: ignore[arg-type]
+    (lambda: ps_kernels.sum_in_order([floats()], floats(), backend=[]), "backend: expected one of cuda, "),  # type: ignore[arg-type]
+    (lambda: ps_kernels.Pieces([floats()], floats(), [0], backend=[]), "backend: expected one of cuda, "),  # type: ignore[arg-type]
     (lambda: ps_kernels.gather([floats()], floats(6), [3]), "tensors[0]: 4 elements from offset 3 do not lie in"),
     (lambda: ps_kernels.gather([floats()], floats(6), [-1]), "tensors[0]: 4 elements from offset -1 do not lie in"),
     (lambda: ps_kernels.gather([floats()], floats(6), [10**5000]), "tensors[0]: 4 elements from offset a whole number"),

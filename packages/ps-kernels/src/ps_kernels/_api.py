@@ -25,7 +25,7 @@ from ps_kernels._arrays import (
     tell_autograd,
     view,
 )
-from ps_kernels._backends import backends, choose, load
+from ps_kernels._backends import backends, choose, load, named
 from ps_kernels._batch import check_batch
 from ps_kernels._errors import BackendMissing, InvalidArgument
 from ps_kernels._native import NativeBackend, native
@@ -75,7 +75,7 @@ def adam_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
     source, target = view("grad", grad), None if out is None else view("out", out)
     _check_step(states, source, target)
     arrays = (states[0].array, states[1].array, states[2].array)
-    chosen = choose(states[0].name, states[0].library, states[0].device, backend)
+    chosen = choose(states[0].name, states[0].library, states[0].device, None if backend is None else named(backend))
     chosen.adam(arrays, source.array, target and target.array, arguments.scalars())
     note_written(states if target is None else (*states, target))
 
@@ -110,7 +110,7 @@ def sgd_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
     source, target = view("grad", grad), None if out is None else view("out", out)
     _check_step(states, source, target)
     used = states[1].array if momentum_decay else None
-    chosen = choose(states[0].name, states[0].library, states[0].device, backend)
+    chosen = choose(states[0].name, states[0].library, states[0].device, None if backend is None else named(backend))
     chosen.sgd((states[0].array, used), source.array, target and target.array, scalars)
     changed = states if momentum_decay else states[:1]
     note_written(changed if target is None else [*changed, target])
@@ -131,7 +131,7 @@ def sumsq_finite(
     numel = source.numel
     check_flat([source], numel)
     check_written([target], [source])
-    chosen = choose(source.name, source.library, source.device, backend)
+    chosen = choose(source.name, source.library, source.device, None if backend is None else named(backend))
     if spans is None:
         check_flat([target], 2)
         chosen.sumsq_finite(source.array, target.array)
@@ -150,7 +150,9 @@ def accumulate(accumulator: Array, grad: Array, *, scale: float = 1.0, backend: 
     check_dtype([source], FLOATS)
     check_flat([target, source], target.numel)
     check_written([target], [source])
-    choose(target.name, target.library, target.device, backend).accumulate(target.array, source.array, factor)
+    choose(target.name, target.library, target.device, None if backend is None else named(backend)).accumulate(
+        target.array, source.array, factor
+    )
     note_written([target])
 
 
@@ -171,7 +173,9 @@ class Pieces:
         """The arrays' storages, kept alive even if an array gets other memory."""
         self._in_torch = batch.whole.library == "torch"
         self._whole, self._parts = [batch.whole.array], batch.parts
-        chosen = choose(batch.whole.name, batch.whole.library, batch.whole.device, backend)
+        chosen = choose(
+            batch.whole.name, batch.whole.library, batch.whole.device, None if backend is None else named(backend)
+        )
         self._gather, self._scatter = chosen.copier(batch, scatter=False), chosen.copier(batch, scatter=True)
 
     def gather(self) -> None:
@@ -191,7 +195,9 @@ def gather(tensors: Sequence[Array], chunk: Array, offsets: Sequence[int], *, ba
     """Copy each tensor into the chunk at its offset, cast to the chunk's type; offsets count the chunk's elements."""
     batch = check_batch(tensors, chunk, offsets)
     batch.check_gather()
-    choose(batch.whole.name, batch.whole.library, batch.whole.device, backend).copy_all(batch, scatter=False)
+    choose(
+        batch.whole.name, batch.whole.library, batch.whole.device, None if backend is None else named(backend)
+    ).copy_all(batch, scatter=False)
     note_written([batch.whole])
 
 
@@ -199,7 +205,9 @@ def scatter(chunk: Array, offsets: Sequence[int], tensors: Sequence[Array], *, b
     """Copy from the chunk at each offset into each tensor, cast to its type; offsets count the chunk's elements."""
     batch = check_batch(tensors, chunk, offsets)
     batch.check_scatter()
-    choose(batch.whole.name, batch.whole.library, batch.whole.device, backend).copy_all(batch, scatter=True)
+    choose(
+        batch.whole.name, batch.whole.library, batch.whole.device, None if backend is None else named(backend)
+    ).copy_all(batch, scatter=True)
     if batch.whole.library == "torch":
         tell_autograd(batch.parts)
 

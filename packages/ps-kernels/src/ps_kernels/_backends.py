@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Protocol
 
 from ps_kernels._arithmetic_order import AdamScalars, SgdScalars
-from ps_kernels._arrays import Array
+from ps_kernels._arrays import Array, shown
 from ps_kernels._batch import Batch
 from ps_kernels._errors import BackendMissing, InvalidArgument
 from ps_kernels._native import LEVELS, native
@@ -105,6 +105,13 @@ def load(name: str) -> Backend:
         return level
     backend: Backend = import_module(f"ps_kernels._{name}").make_backend()
     return backend
+
+
+def named(wanted: object) -> str:
+    """Return the name of a backend; raise `InvalidArgument` for anything but a text."""
+    if not isinstance(wanted, str):
+        raise InvalidArgument(f"backend: expected one of {', '.join(_NAMES)}, or None; found {shown(wanted)}")
+    return wanted
 
 
 @cache

@@ -19,7 +19,7 @@ from ps_kernels._arrays import (
     refuse_flag,
     view,
 )
-from ps_kernels._backends import CpuBackend, choose
+from ps_kernels._backends import CpuBackend, choose, named
 from ps_kernels._errors import InvalidArgument
 
 
@@ -55,7 +55,9 @@ def cross_entropy(
     if not isinstance(gradient, bool):
         refuse_flag("gradient", gradient)
     scale = to_single(check_number("factor", factor))
-    found: Any = choose(source.name, source.library, source.device, backend)  # every backend of the CPU is one
+    found: Any = choose(
+        source.name, source.library, source.device, None if backend is None else named(backend)
+    )  # every backend of the CPU is one
     chosen: CpuBackend = found
     wrong = chosen.cross_entropy(
         source.array, right.array, target.array, ignored=ignored, factor=scale, gradient=gradient

@@ -16,7 +16,7 @@ from ps_kernels._arrays import (
     refuse_uncounted,
     view,
 )
-from ps_kernels._backends import CpuBackend, choose
+from ps_kernels._backends import CpuBackend, choose, named
 from ps_kernels._errors import InvalidArgument
 
 
@@ -38,7 +38,9 @@ def sum_in_order(parts: Sequence[Array], out: Array, *, backend: str | None = No
     check_dtype(sources, (sources[0].dtype,))
     check_flat([target, *sources], target.numel)
     check_written([target], [source for source in sources if not source.is_same_as(target)])
-    found: Any = choose(target.name, target.library, target.device, backend)  # every backend of the CPU is one
+    found: Any = choose(
+        target.name, target.library, target.device, None if backend is None else named(backend)
+    )  # every backend of the CPU is one
     chosen: CpuBackend = found
     chosen.sum_in_order([source.array for source in sources], target.array)
     note_written([target])
