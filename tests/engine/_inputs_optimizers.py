@@ -100,7 +100,8 @@ def with_setting(key: str, value: Any, optimizer: Any = ADAMW) -> None:
 
 
 row("max_grad_norm must be a number above 0", lambda: made(max_grad_norm=0), lambda: works(max_grad_norm=1.0), works)
-row("the engine's {} has only {}", lambda: with_setting("amsgrad", True), lambda: with_setting("amsgrad", False))
+AMSGRAD = TorchOptimizer(torch.optim.AdamW, amsgrad=True)
+row("the engine's {} has only {}", lambda: with_setting("amsgrad", True), lambda: works(optimizer=AMSGRAD))
 row("betas must be two numbers", lambda: with_setting("betas", 0.9), lambda: with_setting("betas", (0.9, 0.99)))
 row("{} must be a number when", lambda: with_setting("lr", "fast"), lambda: with_setting("lr", torch.tensor(0.1)))
 row("{} must be {} when", lambda: with_setting("lr", -1.0), lambda: with_setting("lr", 0.1))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_core import SGD, AdamW, AlreadyManaged, Budget, Group, InvalidInput, TorchOptimizer, UnsupportedParameter
+from ps_core import SGD, Adam, AdamW, AlreadyManaged, Budget, Group, InvalidInput, TorchOptimizer, UnsupportedParameter
 from ps_core.engine import chunked, is_managed, load_checkpoint, load_weights, release, save_checkpoint, statistics
 
 DEVICES = ("cpu", "emulated")
@@ -221,13 +221,45 @@ def test_a_model_whose_parameters_were_all_replaced_can_be_released(device: str)
 def test_a_setting_that_only_pytorch_has_names_the_optimizer_that_has_it(kind: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput) as caught:
         kind(**settings)
-    told = str(caught.value).partition("PyTorch's own code has it: ")[2]
-    spec = eval(told, {"TorchOptimizer": TorchOptimizer, "torch": torch})
+    spec = torch_optimizer_named_by(caught.value)
     assert spec.kind is getattr(torch.optim, kind.__name__)
     assert spec.settings == {name: value for name, value in settings.items() if name != "foreach"}
-    model, optimizer = chunked(nn.Linear(4, 4), spec, precision="fp32")
+    trains(*chunked(nn.Linear(4, 4), spec, precision="fp32"))
+
+
+def torch_optimizer_named_by(error: Exception) -> TorchOptimizer:
+    told = str(error).partition("PyTorch's own code has it: ")[2]
+    spec = eval(told, {"TorchOptimizer": TorchOptimizer, "torch": torch})
+    assert isinstance(spec, TorchOptimizer)
+    return spec
+
+
+def trains(model: nn.Module, optimizer: Any) -> None:
     before = model.state_dict()["weight"].clone()
     model(torch.ones(2, 4)).float().sum().backward()
     optimizer.step()
     assert not torch.equal(model.state_dict()["weight"], before)
     release(model)
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes"),
+    [
+        (SGD(lr=0.1, momentum=0.9, weight_decay=0.5), {"nesterov": True}),
+        (SGD(lr=0.1, momentum=0.9), {"dampening": 0.5, "maximize": True, "foreach": True}),
+        (AdamW(lr=0.1, betas=(0.8, 0.9), eps=1e-6), {"amsgrad": True, "maximize": True}),
+        (AdamW(lr=0.1), {"decoupled_weight_decay": False}),
+        (Adam(lr=0.1), {"decoupled_weight_decay": True, "weight_decay": 0.5}),
+    ],
+)
+def test_a_setting_that_only_pytorch_has_may_be_set_later_too(spec: Any, changes: dict[str, Any]) -> None:
+    """In param groups; the optimizer that is named has all the settings of the group."""
+    model, optimizer = chunked(nn.Linear(4, 4), spec, precision="fp32")
+    optimizer.param_groups[0].update(changes)
+    with pytest.raises(InvalidInput) as caught:
+        trains(model, optimizer)
+    group = dict(optimizer.param_groups[0])
+    other = torch_optimizer_named_by(caught.value)
+    assert all(group[name] == value for name, value in other.settings.items())
+    assert other.settings.keys() >= changes.keys() - {"foreach"}
+    trains(*chunked(release(model), other, precision="fp32"))

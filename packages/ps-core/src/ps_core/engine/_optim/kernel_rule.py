@@ -128,7 +128,18 @@ class KernelRule:
         """Raise `InvalidInput` if a fixed property of the kernels was set to another value."""
         for key, value in self._fixed.items():
             if key not in FREE and group.get(key, value) != value:
-                raise InvalidInput(f"{where}[{key!r}] is {group[key]!r}; the engine's {self.name} has only {value!r}")
+                raise InvalidInput(
+                    f"{where}[{key!r}] is {group[key]!r}; the engine's {self.name} has only {value!r}. PyTorch's own "
+                    f"code has it: {self._of_torch(group)}"
+                )
+
+    def _of_torch(self, group: Mapping[str, Any]) -> str:
+        """Return the `TorchOptimizer` that has a param group's settings, as users write it."""
+        others = {key: group[key] for key, value in self._fixed.items() if group.get(key, value) != value}
+        kept = {key: value for key, value in others.items() if key not in FREE}
+        kind = "Adam" if "decoupled_weight_decay" in kept else self.name  # PyTorch's AdamW takes no such argument
+        shown = "".join(f", {name}={group[name]!r}" for name in (*NUMBERS, *kept) if name in group)
+        return f"TorchOptimizer(torch.optim.{kind}{shown})"
 
     def add_group(self, group: Mapping[str, Any]) -> None:
         """Add a param group with these settings."""
