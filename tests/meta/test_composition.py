@@ -32,7 +32,10 @@ ALLOWED = {
         r"parameter|tensor|each",
         r"__class__|_record|_owner|_recorder|_on_host",
     ),
-    "a decorator marks the function that it is given": (r"function", r"_dynamo_marked_constant"),
+    "a decorator marks the function that it is given": (
+        r"function",
+        r"_dynamo_marked_constant|_torchdynamo_disable(_msg)?",
+    ),
     "PyTorch gives no other way to change its own objects": (
         r"parameter|ctx|made|module|real|held|counter|flags",
         r"data|grad|COMPILED_CALL_ATTRIBUTE|table|weight|padding|_flat_weight_refs|_backward_hooks|_post_accumulate_grad_hooks"

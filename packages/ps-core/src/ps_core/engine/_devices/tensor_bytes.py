@@ -101,7 +101,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
             if _sees_operators():
                 return
             _take_out(self)  # an inference_mode ended that was on when it began
-        self._guards_before = _inference_guards()
+        self._guards_before = _restoring_contexts()
         _put_at_bottom(self)
 
     def stop(self) -> bool:
@@ -112,10 +112,11 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
         - the caller is on another thread than `start` was;
         - a backward pass runs, whose end restores the stack of its beginning;
-        - an `inference_mode` was entered since `start`: its end makes operators look for the earlier mode.
+        - an `inference_mode` or a compiled function was entered since `start`: its end makes operators look for the
+          earlier mode.
         """
         self._counting = False
-        found = self._is_on_stack() and not self._inference_entered()
+        found = self._is_on_stack() and not self._restored_later()
         if found:
             _take_out(self)
         return found
@@ -123,9 +124,9 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
     def _sees_fakes(self) -> bool:
         return False
 
-    def _inference_entered(self) -> bool:
-        """Return True if an `inference_mode` was entered since `start` and is on, maybe that of another thread."""
-        return _sees_operators() and _inference_guards() > self._guards_before
+    def _restored_later(self) -> bool:
+        """Return True if what restores the stack as it ends was entered since `start`, maybe on another thread."""
+        return _sees_operators() and _restoring_contexts() > self._guards_before
 
     def _is_on_stack(self) -> bool:
         return any(mode is self for mode in _get_current_dispatch_mode_stack())
@@ -238,12 +239,12 @@ def _sees_operators() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_included("Python")
 
 
-def _inference_guards() -> int:
-    """Return a number that grows with each `inference_mode` that is entered, on or off, until it is left.
+def _restoring_contexts() -> int:
+    """Return a number that grows with each `inference_mode` or compiled function entered, until it is left.
 
-    Each of them refers to its class; PyTorch itself tells only whether the innermost one is on.
+    Each of them has a guard that refers to its class; PyTorch itself tells no more than what is on now.
     """
-    return sys.getrefcount(torch._C._InferenceMode)
+    return sys.getrefcount(torch._C._InferenceMode) + sys.getrefcount(torch._C._ForceDispatchKeyGuard)
 
 
 def _put_at_bottom(mode: TorchDispatchMode) -> None:

@@ -31,6 +31,7 @@ from ps_core.engine._parameters.param_state import HOST, ParamState
 from ps_core.engine._parameters.saved_tensors import AliasPolicy, SavedTensors
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts
+from ps_core.engine._support.not_compiled import not_compiled
 from ps_core.engine._support.precision_note import note_precision
 
 
@@ -253,6 +254,7 @@ class ParameterAccess:
             moment.grads[record.index] = None
 
 
+@not_compiled
 def accept_gradient(parameter: ManagedParameter) -> None:
     """Give autograd's gradient to the engine; a post-accumulate-grad hook.
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ps_core._errors import InvalidInput
 from ps_core.engine._support.calling_code import calling_code
+from ps_core.engine._support.not_compiled import not_compiled
 
 if TYPE_CHECKING:
     from ps_core.engine._gradients.loss_scale import LossScale
@@ -150,6 +151,7 @@ class ManagedGrad(torch.Tensor):
 
     # Any: torch passes whatever the caller did.
     @classmethod
+    @not_compiled
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -169,6 +171,7 @@ class ManagedGrad(torch.Tensor):
         return found
 
     @classmethod
+    @not_compiled
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes it for a method
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

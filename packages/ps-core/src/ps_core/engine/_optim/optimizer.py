@@ -19,6 +19,7 @@ from ps_core.engine._optim.settings import OptimizerBackend, Outcome, StatePlace
 from ps_core.engine._optim.state_format import StateEntry, StateFormat, on_cpu
 from ps_core.engine._optim.state_mapping import OptimizerState
 from ps_core.engine._support.interrupts import defer_interrupts_installing
+from ps_core.engine._support.not_compiled import graph_break
 
 if TYPE_CHECKING:
     from ps_core.engine._parameters.param_state import ParamState
@@ -69,6 +70,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     # ---- training ----
 
+    @graph_break
     def step(self, closure: Callable[[], R] | None = None) -> R | None:  # type: ignore[override]  # any result, not a float
         """Update the parameters from the gradients that backward left; nothing if one of them is not finite.
 
@@ -102,6 +104,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         if scaler is not None:
             scaler.update(skipped=self._outcome.skipped)
 
+    @graph_break
     @defer_interrupts_installing
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""

@@ -131,7 +131,9 @@ def _refuse_compiled() -> NoReturn:
     raise _CompiledWhole(
         "a compiled model or function read a parameter that is under management, whose memory comes and goes: "
         "compile the model's blocks instead, before or after: `for block in model.layers: block.compile()`; "
-        "give a compiled block other modules' parameters as arguments, and a compiled function copies: `weight.clone()`"
+        "give a compiled block other modules' parameters as arguments, and a compiled function copies: "
+        "`weight.clone()`; clip gradients outside of compiled functions, or give those the gradients: "
+        "`[p.grad for p in model.parameters()]`"
     )
 
 

@@ -15,6 +15,8 @@ An interrupt waits while a `defer_interrupts` function runs. It also waits at th
 before the function counts as running. So code that cleans up after one interrupt is not broken off by the next. It
 waits within a `callback` too: Python prints and forgets exceptions there, so an interrupt would be lost. It is then
 raised at the end of the next `defer_interrupts` function.
+
+A function that defers interrupts is not compiled, nor what it calls, wherever compiled code reaches it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from collections.abc import Callable
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
+
+from ps_core.engine._support.not_compiled import not_compiled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -164,7 +168,7 @@ def defer_interrupts(function: Callable[P, R]) -> Callable[P, R]:
                 _STATE.deliver()
 
     _defers_from_entry(call)
-    return call
+    return not_compiled(call)
 
 
 def defer_interrupts_installing(function: Callable[P, R]) -> Callable[P, R]:
@@ -185,7 +189,7 @@ def defer_interrupts_installing(function: Callable[P, R]) -> Callable[P, R]:
             _deliver_outermost()
 
     _defers_from_entry(call)
-    return call
+    return not_compiled(call)
 
 
 def _deliver_outermost() -> None:

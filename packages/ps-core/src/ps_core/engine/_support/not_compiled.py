@@ -21,6 +21,15 @@ def not_compiled(function: F) -> F:
     return function
 
 
+def graph_break(function: F) -> F:
+    """Decorate a function that compiled code may call: it runs as written, and so does what it calls."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "it is a step of the engine, whose kernels are compiled already: leave fullgraph=True out"
+    )
+    return not_compiled(function)
+
+
 def called_by_compiler(function: F) -> F:
     """Decorate a function that the compiler calls instead of tracing it: an exception of it is raised.
 

@@ -259,7 +259,7 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
     def _sees_fakes(self) -> bool:
         return True
 
-    def _inference_entered(self) -> bool:
+    def _restored_later(self) -> bool:
         return False  # the pass leaves what it entered; the rest is other threads'
 
     def _counts(self, tensor: torch.Tensor) -> bool:
