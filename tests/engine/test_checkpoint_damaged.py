@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from _checkpoints import Run, assert_same
 from ps_core import CheckpointDamaged, CheckpointMismatch, InvalidInput, TierFailure
-from ps_core.engine import load_checkpoint, load_weights, save_checkpoint
+from ps_core.engine import check_checkpoint, load_checkpoint, load_weights, save_checkpoint
 from ps_core.engine._checkpoint import writer as _writing
 from ps_core.engine._checkpoint.atomic_folder import SUMS
 from ps_core.engine._checkpoint.safetensors_format import read_table
@@ -42,7 +42,9 @@ def check_damaged(whole: tuple[Run, Path, dict[str, Any]], name: str, change: An
     change(file)
     try:
         assert not file.exists() or file.read_bytes() != before, "that is no damage"
-        with pytest.raises(CheckpointDamaged, match=rf"^{path}/.*; take another checkpoint, or copy this file anew"):
+        with pytest.raises(
+            CheckpointDamaged, match=rf"^{path}/.*; take another checkpoint, or copy (this file|both files) anew"
+        ):
             load_checkpoint(path, run.model, run.optimizer)
         after = file.read_bytes() if file.exists() else b""
         if name == SUMS and sums_of_weights(before) == sums_of_weights(after):
@@ -98,12 +100,47 @@ def test_flipped_bytes(whole: tuple[Run, Path, dict[str, Any]], data: st.DataObj
 
 @pytest.mark.parametrize("start", FILES[:-1])
 def test_a_sum_that_is_not_its_files(whole: tuple[Run, Path, dict[str, Any]], start: str) -> None:
-    """Also where `load_weights` does not read the file."""
+    """Also where `load_weights` does not read the file. One digit is the list's damage, not the file's."""
+    run, path, _ = whole
 
     def change(sums: Path) -> None:
         text = sums.read_text("utf-8")
         place = text.index("\n", text.index(start)) - 1
         sums.write_text(text[:place] + ("0" if text[place] != "0" else "1") + text[place + 1 :], "utf-8")
+        for check in (lambda: check_checkpoint(path), lambda: load_checkpoint(path, run.model, run.optimizer)):
+            with pytest.raises(
+                CheckpointDamaged, match=rf"^{sums}: it says \w+ for {start}.*, which has .*: one digit"
+            ):
+                check()
+
+    check_damaged(whole, SUMS, change)
+
+
+@pytest.mark.parametrize("start", FILES[:-1])
+def test_a_file_and_its_sum_that_differ(whole: tuple[Run, Path, dict[str, Any]], start: str) -> None:
+    """Neither is blamed: nothing tells which of the two is damaged."""
+    run, path, _ = whole
+
+    def change(sums: Path) -> None:
+        text = sums.read_text("utf-8")
+        place = text.index("\n", text.index(start)) - 8
+        sums.write_text(text[:place] + "01234567" + text[place + 8 :], "utf-8")
+        with pytest.raises(
+            CheckpointDamaged, match=rf"/{start}.*: its checksum is \w+, and {SUMS} says 01234567, so one"
+        ):
+            load_checkpoint(path, run.model, run.optimizer)
+
+    check_damaged(whole, SUMS, change)
+
+
+def test_a_list_of_what_are_no_checksums(whole: tuple[Run, Path, dict[str, Any]]) -> None:
+    run, path, _ = whole
+
+    def change(sums: Path) -> None:
+        text = sums.read_text("utf-8").rstrip("\n")
+        sums.write_text(text[:-1] + "G\n", "utf-8")
+        with pytest.raises(CheckpointDamaged, match=rf"^{sums}: it is not a list of checksums and files"):
+            load_checkpoint(path, run.model, run.optimizer)
 
     check_damaged(whole, SUMS, change)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ps_core._errors import CheckpointMismatch, InvalidInput
+from ps_core._errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
 from ps_core._version import __version__
 from ps_core.engine._checkpoint.atomic_folder import FORMAT, MANIFEST, SUMS
 from ps_core.engine._checkpoint.completeness import wrong_tensors, wrong_values
@@ -44,6 +44,7 @@ from ps_core.engine._checkpoint.safetensors_format import (
 
 READABLE, WRITTEN = (1, 2), 2
 """The versions that are read, and the one that is written; see [Note: versions]."""
+_CHECKSUM = re.compile("[0-9A-F]{8}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +194,7 @@ class SavedCheckpoint:
     def read_small(self, name: str) -> bytes:
         """Return the bytes of a small file; raise `CheckpointDamaged` unless its checksum is right."""
         text = _read(self.path / name)
-        if _checksum(text) != self.sums[name]:
-            raise damaged(self.path / name, f"its checksum is not what {SUMS} says")
+        check_sum(self.path / name, _checksum(text), self.sums[name])
         return text
 
 
@@ -212,8 +212,7 @@ def read_manifest(path: Path, *, files_too: bool = True) -> SavedCheckpoint:
         raise InvalidInput(f"there is no checkpoint at {path}: expected a folder that save_checkpoint wrote")
     sums = _read_sums(path)
     text = _read(path / MANIFEST)
-    if _checksum(text) != sums.get(MANIFEST):
-        raise damaged(path / MANIFEST, f"its checksum is not what {SUMS} says")
+    check_sum(path / MANIFEST, _checksum(text), sums[MANIFEST])
     manifest = _parsed(path / MANIFEST, text)
     _refuse(path, wrong_values(manifest))
     mark = manifest.get("save", "")
@@ -229,6 +228,21 @@ def read_manifest(path: Path, *, files_too: bool = True) -> SavedCheckpoint:
         for name in small:
             saved.read_small(name)
     return saved
+
+
+def check_sum(path: Path, found: str, recorded: str) -> None:
+    """Raise `CheckpointDamaged` unless a file has the recorded checksum.
+
+    Damage to a file changes most of its checksum's digits. Where one digit differs, the record is damaged.
+    """
+    if found == recorded:
+        return
+    if sum(one != other for one, other in zip(found, recorded, strict=True)) == 1:
+        raise damaged(path.with_name(SUMS), f"it says {recorded} for {path.name}, which has {found}: one digit differs")
+    raise CheckpointDamaged(
+        f"{path}: its checksum is {found}, and {SUMS} says {recorded}, so one of these two files is damaged; take "
+        "another checkpoint, or copy both files anew from where they are whole"
+    )
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
@@ -284,7 +298,7 @@ def _read_sums(path: Path) -> dict[str, str]:
         sums = dict(line.split(" ") for line in text.decode().splitlines())
     except ValueError:
         sums = {}
-    if _sums(sums) != text or MANIFEST not in sums:
+    if _sums(sums) != text or MANIFEST not in sums or not all(map(_CHECKSUM.fullmatch, sums.values())):
         raise damaged(path / SUMS, "it is not a list of checksums and files")
     return sums
 
