@@ -138,6 +138,22 @@ def a_folder_without_weights() -> None:
     load_weights(made()[0], path / "two.safetensors")
 
 
+row(
+    "cannot be the path of a checkpoint or a file of weights: {}",
+    lambda: save(folder() / ("a" * 300)),
+    lambda: save(folder() / ("a" * 200)),
+)
+
+
+@case("which would be lost: name another file")
+def exported_over_itself() -> None:
+    run = saved()
+    with refused("which would be lost: name another file"):
+        export_checkpoint(run, run / "masters.safetensors", overwrite=True)
+    export_checkpoint(run, run.with_name("model.safetensors"))
+    load_checkpoint(run, *made())
+
+
 @case("{} is a folder: name a file, as in {}", "{} exists already: choose another name, or give overwrite=True")
 def exported() -> None:
     run, place = folder() / "run", folder()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from _checkpoints import TIERS, Net, Run, assert_same
 from _states import masters_of
 from ps_core import CheckpointDamaged, InvalidInput, cli
-from ps_core.engine import export_checkpoint, load_weights, save_checkpoint, save_weights
+from ps_core.engine import check_checkpoint, export_checkpoint, load_weights, save_checkpoint, save_weights
 from ps_core.engine._checkpoint import writer as _writing
 
 
@@ -116,7 +117,9 @@ def test_damage_and_places_that_cannot_be(tmp_path: Path) -> None:
     data[-9] ^= 1
     file.write_bytes(data)
     (tmp_path / "a.safetensors").write_text("precious")
-    with pytest.raises(CheckpointDamaged, match=r"masters.safetensors: its checksum is .*, so one of these two files is damaged"):
+    with pytest.raises(
+        CheckpointDamaged, match=r"masters.safetensors: its checksum is .*, so one of these two files is damaged"
+    ):
         export_checkpoint(tmp_path / "saved", tmp_path / "a.safetensors", overwrite=True)
     assert (tmp_path / "a.safetensors").read_text() == "precious"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.safetensors", "saved"]
@@ -136,3 +139,50 @@ def test_permissions_are_kept_where_files_are_overwritten(tmp_path: Path) -> Non
             for write in (partial(save_weights, file, run.model), partial(export_checkpoint, saved, file)):
                 write(overwrite=True)
                 assert stat.S_IMODE(file.stat().st_mode) == file_mode
+
+
+@pytest.mark.parametrize("how", ["itself", "relative", "symlink", "hard link", "kept elsewhere"])
+@pytest.mark.parametrize("name", ["masters.safetensors", "manifest.json", "checksums.sfv"])
+def test_a_file_of_the_checkpoint_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, name: str
+) -> None:
+    saved, target = tmp_path / "saved", tmp_path / "a.safetensors"
+    with Run("cpu") as run:
+        save_checkpoint(saved, run.model, run.optimizer)
+        if how == "itself":
+            target = saved / name
+        elif how == "relative":
+            monkeypatch.chdir(tmp_path)
+            target = Path("saved") / ".." / "saved" / name
+        elif how == "symlink":
+            target.symlink_to(saved / name)
+        elif how == "hard link":
+            target.hardlink_to(saved / name)
+        else:
+            (saved / name).rename(target)
+            (saved / name).symlink_to(target)
+        before = sorted(tmp_path.rglob("*"))
+        said = (
+            rf"{re.escape(str(target))} is '{name}' of the checkpoint .*saved, which would be lost: name another file"
+        )
+        for overwrite in (True, False):
+            with pytest.raises(InvalidInput, match=said):
+                export_checkpoint(saved, target, overwrite=overwrite)
+        if how not in ("hard link", "kept elsewhere"):  # these are other files, as far as their names tell
+            with pytest.raises(
+                InvalidInput, match=rf"{name} is '{name}' of the checkpoint .*saved, which would be lost"
+            ):
+                save_weights(target, run.model, overwrite=True)
+    check_checkpoint(saved)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_of_a_damaged_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    with Run("cpu") as run:
+        save_checkpoint(saved, run.model, run.optimizer)
+        (saved / "checksums.sfv").write_bytes(b"\xff")
+        with pytest.raises(InvalidInput, match=r"is 'manifest.json' of the checkpoint"):
+            save_weights(saved / "manifest.json", run.model, overwrite=True)
+        save_weights(saved / "more.safetensors", run.model)
+        save_weights(saved / "more.safetensors", run.model, overwrite=True)

@@ -327,6 +327,8 @@ def test_a_checkpoint_resumes_exactly_under_another_budget(name: str, tmp_path: 
         run.train(3)
         save_checkpoint(tmp_path / "saved", run.model, run.optimizer, extra={"scheduler": run.scheduler.state_dict()})
         losses, values = run.train(3), run.values()
+        save_checkpoint(tmp_path / "other", run.model, run.optimizer)
+        save_checkpoint(tmp_path / "other", run.model, run.optimizer, overwrite=True)
     with Run("cpu, disk", precision="fp16", spec=spec, seed=2, group_bytes=8192) as other:
         extra = load_checkpoint(tmp_path / "saved", other.model, other.optimizer)
         other.scheduler.load_state_dict(extra["scheduler"])

@@ -126,5 +126,5 @@ def test_what_never_ends_is_not_read(name: str, tmp_path: Path, monkeypatch: pyt
 def test_names_that_stay_inside_their_folder() -> None:
     for name in ("a.safetensors", "parts/a.safetensors", "..a", "a..b"):
         assert stays_inside(name)
-    for name in ("", ".", "..", "../a", "parts/../../a", "/a", "//a", "C:\\a", "\\a", "..\\a", "a\0"):
+    for name in ("", ".", "..", "../a", "parts/../../a", "/a", "//a", "C:\\a", "\\a", "..\\a", "a\0", "\ud800"):
         assert not stays_inside(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path, PureWindowsPath
 
@@ -32,5 +33,9 @@ def stays_inside(name: str) -> bool:
 
     Such a file may still be a link to another place: whoever owns the folder made that.
     """
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half a character, as JSON can write it
+        return False
     path = PureWindowsPath(name)  # it knows both kinds of slashes, and drives
     return bool(path.parts) and not path.anchor and ".." not in path.parts and "\0" not in name

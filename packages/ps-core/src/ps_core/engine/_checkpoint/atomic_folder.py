@@ -43,7 +43,7 @@ class AtomicFolder:
     """Manage a checkpoint's folder and its siblings; see [Note: siblings]."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).resolve()
+        self.path = usable(path).resolve()
         if not self.path.name:
             raise InvalidInput(f"{os.fspath(path)!r} cannot be a checkpoint: name a folder below it")
         self._partial, self._ready, self._previous = (
@@ -77,8 +77,9 @@ class AtomicFolder:
             return
         if not _is_ours(self.path / MANIFEST):
             raise InvalidInput(f"{self.path} exists and is not a checkpoint, so it is not overwritten: choose another")
-        others = sorted(each.name for each in self.path.iterdir() if not _OURS.fullmatch(each.name))
-        others = [name for name in others if name not in (MANIFEST, SUMS)]
+        own = names_of(self.path)
+        others = sorted(each.name for each in self.path.iterdir() if each.name not in own)
+        others = [name for name in others if not _OURS.fullmatch(name)]
         if others:
             shown = ", ".join(map(repr, others[:_SHOWN])) + (" and others" if len(others) > _SHOWN else "")
             raise InvalidInput(
@@ -128,15 +129,41 @@ class AtomicFolder:
         """Finish or remove what a killed save left behind."""
         try:
             with locked(self._ready, wait=not self.path.exists()):  # wait, since a running exchange ends soon
-                if self._ready.exists():
+                if os.path.exists(self._ready):
                     self._exchange()
         except OSError as error:
-            if not self.path.exists() and self._ready.exists():
+            if not self.path.exists() and os.path.exists(self._ready):
                 raise TierFailure(f"{self._ready} cannot become {self.path} ({error.strerror}): rename it") from error
         if self.path.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
         with suppress(OSError), locked(self._partial):
             shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def usable(path: str | os.PathLike[str]) -> Path:
+    """Return an absolute path; raise `InvalidInput` if no file can have it."""
+    try:
+        found = Path(path).absolute()
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            os.stat(found)
+    except (OSError, TypeError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InvalidInput(f"{str(path)!r} cannot be the path of a checkpoint or a file of weights: {why}") from None
+    return found
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return True if a folder has a checkpoint, whole or not."""
+    return os.path.isfile(path / SUMS) or os.path.isfile(path / MANIFEST)
+
+
+def names_of(path: Path) -> set[str]:
+    """Return the names of a checkpoint's files, even if it is damaged; of another folder none."""
+    try:
+        lines = (path / SUMS).read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    return {SUMS, MANIFEST, *(line.split(" ")[0] for line in lines)} if is_checkpoint(path) else set()
 
 
 def _is_ours(manifest: Path) -> bool:

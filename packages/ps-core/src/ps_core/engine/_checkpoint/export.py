@@ -14,7 +14,16 @@ from torch import nn
 from ps_core._atomic_files import sync_folder
 from ps_core._errors import InvalidInput
 from ps_core._extents import Kind
-from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, as_tier_failure, keep_permissions, locked
+from ps_core.engine._checkpoint.atomic_folder import (
+    SUMS,
+    AtomicFolder,
+    as_tier_failure,
+    is_checkpoint,
+    keep_permissions,
+    locked,
+    names_of,
+    usable,
+)
 from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, MASTERS, WEIGHTS, largest_chunk_bytes, plain_tensors
 from ps_core.engine._checkpoint.direct_io import (
     BUFFER_BYTES,
@@ -25,7 +34,7 @@ from ps_core.engine._checkpoint.direct_io import (
     buffers,
     open_new,
 )
-from ps_core.engine._checkpoint.manifest import SavedCheckpoint, is_checkpoint, read_manifest
+from ps_core.engine._checkpoint.manifest import SavedCheckpoint, read_manifest
 from ps_core.engine._checkpoint.preconditions import check_outside, finish_pass_for
 from ps_core.engine._checkpoint.rank_errors import CheckpointRanks
 from ps_core.engine._checkpoint.reader import SavedFile, compare, read_full_tensor, readable, stored
@@ -48,6 +57,7 @@ def save_weights(
     engine = hooks.engine
     ranks = CheckpointRanks(engine.together)
     with ranks.all_or_none("save_weights"):
+        path = usable(file)
         engine.check_usable()
         check_outside("saved")
     finish_pass_for(engine, "saved")
@@ -60,13 +70,13 @@ def save_weights(
     ]
     with ExitStack() as stack:
         writer = None
-        with ranks.all_or_none("save_weights"), as_tier_failure(Path(file)):
+        with ranks.all_or_none("save_weights"), as_tier_failure(path):
             if ranks.leads:
-                path = stack.enter_context(_replaced(Path(file), overwrite=overwrite))
+                new = stack.enter_context(_replaced(path, overwrite=overwrite))
                 pair = stack.enter_context(buffers(largest_chunk_bytes(engine)))
-                writer = stack.enter_context(closing(TensorWriter(path, table_of(entries), pair)))
+                writer = stack.enter_context(closing(TensorWriter(new, table_of(entries), pair)))
         failure = _put_all(engine, rows, writer)
-        with ranks.all_or_none("save_weights"), as_tier_failure(Path(file)):
+        with ranks.all_or_none("save_weights"), as_tier_failure(path):
             if failure is not None:
                 raise failure
             if writer is not None:
@@ -121,17 +131,26 @@ def export_checkpoint(
     However large the checkpoint is, this takes a few megabytes of memory. A tensor that is not stored row by row needs
     memory for all of it.
     """
-    path = Path(checkpoint).absolute()
+    path, out_path = usable(checkpoint), usable(file)
     if not is_checkpoint(path):
         AtomicFolder(path).recover()
     saved = read_manifest(path)
-    with _replaced(Path(file), overwrite=overwrite) as target:
+    for name in (SUMS, *saved.sums):
+        if out_path.exists() and out_path.samefile(path / name):
+            raise _of_checkpoint(out_path, path / name)
+    with _replaced(out_path, overwrite=overwrite) as target:
         out = open_new(target)
         try:
             _export(saved, out, masters=masters)
             os.fsync(out)
         finally:
             os.close(out)
+
+
+def _of_checkpoint(path: Path, file: Path) -> InvalidInput:
+    return InvalidInput(
+        f"{path} is {file.name!r} of the checkpoint {file.parent}, which would be lost: name another file"
+    )
 
 
 def _export(saved: SavedCheckpoint, out: int, *, masters: bool) -> None:
@@ -196,10 +215,12 @@ def _put(out: int, at: int, tensor: torch.Tensor) -> None:
 def _replaced(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield the path of a new file, which replaces ``path`` if the block raises nothing."""
     path = path.resolve()
-    partial = path.with_name(f".{path.name}.ps-partial")  # a folder, so that it can be locked before it is filled
     with as_tier_failure(path):
         if path.is_dir():
             raise InvalidInput(f"{path} is a folder: name a file, as in {path / 'model.safetensors'}")
+        partial = path.with_name(f".{path.name}.ps-partial")  # a folder, so that it can be locked before it is filled
+        if path.name in names_of(path.parent):
+            raise _of_checkpoint(path, path)
         if path.exists() and not overwrite:
             raise InvalidInput(f"{path} exists already: choose another name, or give overwrite=True (--overwrite)")
         os.makedirs(path.parent, exist_ok=True)

@@ -26,7 +26,7 @@ import torch
 
 from ps_core._errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
 from ps_core._version import __version__
-from ps_core.engine._checkpoint.atomic_folder import FORMAT, MANIFEST, SUMS
+from ps_core.engine._checkpoint.atomic_folder import FORMAT, MANIFEST, SUMS, is_checkpoint
 from ps_core.engine._checkpoint.completeness import wrong_tensors, wrong_values
 from ps_core.engine._checkpoint.crc32 import Checksum
 from ps_core.engine._checkpoint.direct_io import open_new
@@ -196,11 +196,6 @@ class SavedCheckpoint:
         text = _read(self.path / name)
         check_sum(self.path / name, _checksum(text), self.sums[name])
         return text
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return True if a folder has a checkpoint, whole or not."""
-    return (path / SUMS).is_file() or (path / MANIFEST).is_file()
 
 
 def read_manifest(path: Path, *, files_too: bool = True) -> SavedCheckpoint:

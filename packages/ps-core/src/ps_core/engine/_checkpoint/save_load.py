@@ -56,6 +56,7 @@ def save_checkpoint(
     with ranks.all_or_none("save_checkpoint"):
         if not isinstance(extra, Mapping | None):
             raise InvalidInput(f"extra must be a dictionary, or None; found a {type(extra).__name__}")
+        folder = AtomicFolder(path)
         model, engine = managed_pair(model, optimizer)
         engine.check_usable()
         check_outside("saved")
@@ -67,7 +68,7 @@ def save_checkpoint(
     if ranks.several:
         agree(ranks, manifest, sections[EXTRA], overwrite=overwrite)
     engine.updater.compare()
-    save(AtomicFolder(path), engine, plan_save(ranks, engine, manifest, sections), overwrite=overwrite)
+    save(folder, engine, plan_save(ranks, engine, manifest, sections), overwrite=overwrite)
 
 
 def _manifest(
