@@ -23,6 +23,7 @@ from _states import masters_of
 from ps_core import SGD, AdamW, Budget, DoesNotFit, InvalidInput, Options
 from ps_core.engine import chunked, load_checkpoint, materialized, release, save_checkpoint, statistics
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
+from ps_core.engine._execution.hooks import hooks_of
 from ps_core.engine._gradients import gradient_store as _gradients
 from ps_core.engine._optim import group_step as _stepping
 
@@ -150,6 +151,19 @@ def test_a_model_nobody_wants_is_freed(device: str) -> None:
     del model, optimizer
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_parametrized_model_nobody_wants_is_freed(device: str) -> None:
+    """PyTorch gives a parametrized module a class of its own, which refers to the module."""
+    torch.manual_seed(0)
+    budget = Budget(host=HOST) if device == "cpu" else Budget(device="256KiB", host=HOST)
+    model, optimizer = chunked(models.weight_normed("new"), ADAMW, device=device, budget=budget)
+    square(model, *rows(0)).backward()
+    store = hooks_of(model).engine.store
+    del model, optimizer
+    gc.collect()
+    assert not any(store.ledger.used_bytes)
 
 
 def test_zero_grad_between_forward_and_backward_leaves_the_plan_alone() -> None:

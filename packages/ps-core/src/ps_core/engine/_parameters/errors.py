@@ -287,7 +287,7 @@ def ways(found: list[Suggestion]) -> str:
 def on_the_host(record: ParamState) -> Suggestion:
     """Suggest an embedding whose table stays on the host, with only rows on the accelerator."""
     module, text = record.name.rpartition(".")[0], f"HostEmbedding in place of nn.Embedding for {record.name}"
-    if record.owners == {nn.Embedding} and module:
+    if set(record.owners) == {nn.Embedding} and module:
         made = f"HostEmbedding.from_embedding(model.get_submodule({module!r}))"
         return Suggestion(f"model.set_submodule({module!r}, {made})", text)
     return Suggestion("", text + " (cpu_embedding=True of ps_models)")
@@ -296,7 +296,7 @@ def on_the_host(record: ParamState) -> Suggestion:
 def in_tiles(record: ParamState, tiles: int) -> Suggestion:
     """Suggest splitting the matrix of an ``nn.Linear`` into several parameters."""
     module, tiles = record.name.rpartition(".")[0], min(tiles, record.shape[0])
-    if record.owners == {nn.Linear} and module:
+    if set(record.owners) == {nn.Linear} and module:
         made = f"TiledLinear.from_linear(model.get_submodule({module!r}), {tiles})"
         return Suggestion(
             f"model.set_submodule({module!r}, {made})", f"{record.name} in tiles (TiledLinear of ps_models)"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -158,17 +159,17 @@ def _group(index: int, sort: _GroupKey, states: int) -> ParamGroup:
     )
 
 
-def _owners(model: nn.Module) -> dict[int, frozenset[type[nn.Module]]]:
+def _owners(model: nn.Module) -> dict[int, WeakSet[type[nn.Module]]]:
     """Map each parameter's id to the classes of the modules that have it."""
-    found: dict[int, frozenset[type[nn.Module]]] = {}
+    found: dict[int, WeakSet[type[nn.Module]]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
-            found[id(parameter)] = found.get(id(parameter), frozenset()) | {type(module)}
+            found.setdefault(id(parameter), WeakSet()).add(type(module))
     return found
 
 
 def _record(
-    index: int, name: str, parameter: nn.Parameter, sort: _GroupKey, owners: frozenset[type[nn.Module]]
+    index: int, name: str, parameter: nn.Parameter, sort: _GroupKey, owners: WeakSet[type[nn.Module]]
 ) -> ParamState:
     stride = parameter.stride()
     if not _dense(parameter):

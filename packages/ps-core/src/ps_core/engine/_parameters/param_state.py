@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -43,8 +44,8 @@ class ParamState:
     trainable: bool
     given: tuple[type[nn.Parameter], torch.dtype]
     """Class and type that the parameter came with; `release` restores them."""
-    owners: frozenset[type[nn.Module]] = frozenset()
-    """Classes of the modules that the parameter belongs to."""
+    owners: WeakSet[type[nn.Module]] = field(default_factory=WeakSet)
+    """Classes of the modules that the parameter belongs to. Parametrized modules have classes that refer to them."""
     offset: int = 0
     """First element in the group."""
     group: ParamGroup = field(init=False)
