@@ -70,6 +70,21 @@ def test_the_last_divergence_says_why() -> None:
         assert statistics(model).last_divergence == "a part of the model is called by itself"
 
 
+def test_a_divergence_names_the_gradients_of_a_moment_that_changed() -> None:
+    """A frozen layer below changes what the moment does, and not its name."""
+    told = {"device": stand_in(), "budget": Budget(device="256KiB", host=HOST), "options": Options(group_bytes=40)}
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    with chunked_model(net, **told) as (model, optimizer):
+        for frozen in (False, False, True):
+            model[0].requires_grad_(not frozen)
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert statistics(model).last_divergence == (
+            "backward of 1.weight makes gradients of 1.weight, unlike in the plan"
+        )
+
+
 KERNELS = {"cuda": "available", "avx512": "no such processor", "avx2": "available", "torch": "available"}
 
 

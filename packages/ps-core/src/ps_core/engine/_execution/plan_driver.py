@@ -108,10 +108,10 @@ class PlanDriver:
         moment = self._segment.moments[self._begun]
         for record in reads:
             if record.group.index not in moment.reads:
-                raise Diverged(f"{name} where the plan has {moment.name}")
+                raise _other_moment(moment, name, f"reads {record.name}")
         for group in gains:
             if group.index not in moment.gains:
-                raise Diverged(f"{name} where the plan has {moment.name}")
+                raise _other_moment(moment, name, f"makes gradients of {group.name}")
         for record in reads:
             if record.contents is not SlotContents.WEIGHT:
                 raise Diverged(f"{name}, with a gradient in the weight slot")
@@ -246,6 +246,13 @@ class PlanDriver:
         if self._worker is None or instr.queue is Queue.CPU:
             return False
         return any(not event.done for event in self._executor.work_before(instr))
+
+
+def _other_moment(planned: PlannedMoment, name: str, does: str) -> Diverged:
+    """Return why a moment is not the planned one; ``does``: what it does that is not planned."""
+    if name == planned.name:
+        return Diverged(f"{name} {does}, unlike in the plan")
+    return Diverged(f"{name} where the plan has {planned.name}")
 
 
 def why_not_ready(plan: EnginePlan, groups: list[ParamGroup], sums: GradientSums) -> str:
