@@ -166,6 +166,23 @@ def test_a_parametrized_model_nobody_wants_is_freed(device: str) -> None:
     assert not any(store.ledger.used_bytes)
 
 
+def test_the_size_of_groups_changes_nothing_for_one_row() -> None:
+    """A product of a matrix and one row is rounded by where the matrix begins in memory."""
+
+    def train(group_bytes: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(257, 257) for _ in range(3)))
+        options = Options(group_bytes=group_bytes)
+        model, optimizer = chunked(net, ADAMW, precision="fp32", budget=Budget(host=HOST), options=options)
+        for seed in range(3):
+            x = torch.randn(1, 257, generator=torch.Generator().manual_seed(seed))
+            square(model, x).backward()
+            finish(optimizer)
+        return list(state(model).values())
+
+    assert all(map(torch.equal, train("4KiB"), train("4MiB")))
+
+
 def test_zero_grad_between_forward_and_backward_leaves_the_plan_alone() -> None:
     with managed("emulated") as (model, optimizer):
         for index in range(4):

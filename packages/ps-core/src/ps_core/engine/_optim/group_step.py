@@ -64,6 +64,7 @@ def _runs(group: ParamGroup, settings_of: SettingsOf) -> list[_StepRun]:
 def _alike(one: ParamState, other: ParamState, settings_of: SettingsOf) -> bool:
     return (
         one.gradient is other.gradient
+        and one.offset + one.numel == other.offset
         and (one.gradient is not GradientPlace.OWN_TENSOR or max(one.numel, other.numel) < SMALL_NUMEL)
         and one.steps == other.steps
         and one.scalars == other.scalars

@@ -25,6 +25,8 @@ from ps_core.engine._parameters.state_transitions import (
 
 HOST = 1
 """The number of the host tier."""
+ALIGNED_NUMEL = 32
+"""A parameter begins at a multiple of this, so of 64 bytes: a BLAS library may round otherwise elsewhere."""
 TAIL_NUMEL = 64
 """A group's elements are padded to a multiple of this, so that chunks are multiples of 128 bytes."""
 
@@ -323,9 +325,9 @@ class ParamGroup:
 
     def add(self, record: ParamState) -> None:
         """Append a parameter to the group."""
-        record.group, record.offset = self, self.numel
+        record.group, record.offset = self, -(-self.numel // ALIGNED_NUMEL) * ALIGNED_NUMEL
         self.tensors.append(record)
-        self.numel += record.numel
+        self.numel = record.offset + record.numel
         self._measure()
 
     def share(self, rank: int, ranks: int) -> None:
