@@ -21,7 +21,7 @@ from ps_core._extents import Kind, Precision
 from ps_core._options import Options
 from ps_core._units import parse_bytes
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
-from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState, aligned
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -132,7 +132,7 @@ def group_parameters(
             whole = _numel(rows) <= limit
             for part in [rows] if whole else [[row] for row in rows]:
                 group = runs.get(sort)
-                if group is None or group.numel + _numel(part) > limit:
+                if group is None or aligned(group.numel) + _numel(part) > limit:
                     group = runs[sort] = _group(len(groups), sort, states or 0)
                     groups.append(group)
                 for tied in part:
@@ -145,7 +145,8 @@ def group_parameters(
 
 
 def _numel(rows: list[_Tied]) -> int:
-    return sum(parameter.numel() for tied in rows for _, parameter in tied)
+    """Return the elements of parameters that lie one behind the other."""
+    return sum(aligned(parameter.numel()) for tied in rows for _, parameter in tied)
 
 
 def _group(index: int, sort: _GroupKey, states: int) -> ParamGroup:
@@ -223,7 +224,7 @@ def _group_numel(
         return max(1, parse_bytes(options.group_bytes) // size)
     units = _units(model, ())
     moving = ([parameter for tied in unit for name, parameter in tied if name not in tables] for unit in units)
-    sizes = sorted(sum(parameter.numel() for parameter in unit) for unit in moving)
+    sizes = sorted(sum(aligned(parameter.numel()) for parameter in unit) for unit in moving)
     total, covered = sum(sizes), 0
     typical = _SMALLEST_GROUP_NUMEL
     for numel in sizes:

@@ -325,7 +325,7 @@ class ParamGroup:
 
     def add(self, record: ParamState) -> None:
         """Append a parameter to the group."""
-        record.group, record.offset = self, -(-self.numel // ALIGNED_NUMEL) * ALIGNED_NUMEL
+        record.group, record.offset = self, aligned(self.numel)
         self.tensors.append(record)
         self.numel = record.offset + record.numel
         self._measure()
@@ -370,6 +370,11 @@ class ParamGroup:
     def name(self) -> str:
         """Return the first parameter's name, for messages."""
         return self.tensors[0].name
+
+
+def aligned(numel: int) -> int:
+    """Return the first element behind so many others at which a parameter may begin."""
+    return -(-numel // ALIGNED_NUMEL) * ALIGNED_NUMEL
 
 
 def has_saved(records: list[ParamState]) -> bool:
