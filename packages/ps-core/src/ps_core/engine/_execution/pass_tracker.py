@@ -32,12 +32,11 @@ from ps_core.engine._parameters.saved_tensors import free_broken_backward, recom
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
 from ps_core.engine._tracing.input_tensors import tensors_of
-from ps_core.engine._tracing.pass_recording import ENDED_IN_BACKWARD, MOST_CALLS, MomentRecord, PassRecording
+from ps_core.engine._tracing.pass_recording import ENDED_IN_BACKWARD, LEFT_PLAN, MOST_CALLS, MomentRecord, PassRecording
 
 _INDEX, _GRADS = attrgetter("index"), attrgetter("grads")
 _graph_task = torch._C._current_graph_task_id
 """Return the number of the backward pass that this thread works for; -1: there is none."""
-_LEFT = "the pass left its plan"
 _MOST_MOMENTS = 4096
 """Moments of a pass after which calls of parts of the model begin another."""
 
@@ -311,7 +310,7 @@ class PassTracker:
                 if not self.followed:
                     self.demand.adopt(self._groups)
                     if self.recording is not None:
-                        self.recording.irregular = _LEFT
+                        self.recording.irregular = LEFT_PLAN
                 self.nonmodel.start()
 
     def _close_moment(self, excess: Excess = Excess.RAISE) -> list[ParamState]:
@@ -460,12 +459,12 @@ class PassTracker:
             try:
                 self.driver.finish()
             except Diverged as why:
-                recording.irregular = _LEFT
+                recording.irregular = LEFT_PLAN
                 self.diverge(why)
                 self._finish_without_plan(broken_by)
             except BaseException as why:  # out of memory, say: the plan is left, or its home slots stayed lent
                 if isinstance(self.driver, PlanDriver):
-                    recording.irregular = _LEFT
+                    recording.irregular = LEFT_PLAN
                     self.diverge(Diverged(str(why)))
                     self._finish_without_plan(broken_by)
                 elif self._defer_collectives(why, broken_by):

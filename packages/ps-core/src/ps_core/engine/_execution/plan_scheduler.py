@@ -32,7 +32,7 @@ from ps_core.engine._execution.pass_estimates import PassEstimates
 from ps_core.engine._execution.passes_without_plan import ResidentDriver
 from ps_core.engine._execution.plan_driver import PlanDriver, fits_step, why_not_ready
 from ps_core.engine._execution.plan_request import PlanRequest
-from ps_core.engine._execution.unplanned_passes import UnplannedPasses
+from ps_core.engine._execution.unplanned_passes import LeftPlans, UnplannedPasses
 from ps_core.engine._memory.reserved_bytes import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.speculative_steps import Stepping
@@ -88,6 +88,7 @@ class PlanScheduler:
         self._homes = HomePlacement(engine)
         self._others = OtherBatches(model_name, self._say)
         self._unplanned = UnplannedPasses(model_name, self._say)
+        self._left = LeftPlans(model_name, self._say)
         self._replayed = 0
         """Number of passes that began by a plan."""
         self._spare_bytes = 0
@@ -253,7 +254,7 @@ class PlanScheduler:
         if self._served is None and training and self._setup.training:
             self._served = self._part = called_part()
         demand = engine.passes.demand
-        if plan is None:
+        if plan is None or (training and self._left.to_record):
             demand.expect(None)
             self._homes.move_down()
             return self._uncapped(demand)
@@ -358,12 +359,16 @@ class PlanScheduler:
             self._others.note_dropped(recording, batch)
         if recording.overrun or (self._estimated and recording.training and self._is_wrong(recording)):
             self._leave_more_room()
+        known = self._plan is not None and not self._estimated and self._planned_for.covers(batch)
+        if known and measured and recording.left_plan and recording.ends_backward:
+            why = self._engine.counters.last_divergence
+            self._left.note(passes.gradient_passes, why, several=bool(batch.later))
         if not measured or not recording.complete:
             return
         if recording.training is not self._setup.training:
-            self._note_evaluation(recording, batch)
+            self._others.note_evaluation(self._plan, recording, batch, self._engine.constant_bytes)
             return
-        if self._plan is not None and not self._estimated and self._planned_for.covers(batch):
+        if known and not self._left.take_recorded():
             return
         if not batch.later or self._others.confirms(recording, self._source):
             self._found = self._others.beside_dropped(recording, batch), batch
@@ -376,10 +381,6 @@ class PlanScheduler:
                 self._found = roomier, self._source[1]
                 return
         self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
-
-    def _note_evaluation(self, recording: PassRecording, batch: BatchShape) -> None:
-        """Remember what an evaluation on demand took; the plan serves the next one if it leaves as much free."""
-        self._others.note_evaluation(self._plan, recording, batch, self._engine.constant_bytes)
 
     def _is_wrong(self, recording: PassRecording) -> bool:
         """Return True if the pass differs from its estimate; not called for a pass that broke off."""

@@ -1,4 +1,4 @@
-"""Tell once why the passes of a loop are never planned."""
+"""Tell once why the passes of a loop are never planned, or leave their plan again and again."""
 
 from __future__ import annotations
 
@@ -26,3 +26,36 @@ class UnplannedPasses:
         if self._in_a_row >= _TOLD_AFTER and not self._told:
             self._told = True
             self._say(f"{self._model_name}: no plan can be made, so passes run on demand: {why}")
+
+
+class LeftPlans:
+    """Count training passes that leave the plan although their batch is the plan's; plan anew if they go on so.
+
+    A layer was frozen, say, or another head is trained. The first plan for such passes is made after 2 in a row, later
+    ones after 4, 8, 16 ...: passes that differ each time gain nothing by another plan.
+    """
+
+    def __init__(self, model_name: str, say: Callable[[str], None]) -> None:
+        self._model_name, self._say = model_name, say
+        self._total = self._in_a_row = self._plans = self._last = 0
+        self.to_record = 0
+        """Number of the next training passes that run on demand, and are recorded for a plan of their own."""
+
+    def note(self, number: int, why: str, *, several: bool) -> None:
+        """Note that the pass with this number left the plan; ``several``: it calls the model several times."""
+        self._in_a_row = self._in_a_row + 1 if number == self._last + 1 else 1
+        self._last = number
+        self._total += 1
+        if self._total == _TOLD_AFTER:
+            self._say(
+                f"{self._model_name}: passes leave their plan, and run on demand from there: {why}; they are planned "
+                "anew where they go on so"
+            )
+        if self._in_a_row >= 2 ** (self._plans + 1):
+            self._plans += 1
+            self._in_a_row, self.to_record = 0, 2 if several else 1
+
+    def take_recorded(self) -> bool:
+        """Return True if a pass that was recorded is one of those that a plan is to be made from."""
+        wanted, self.to_record = self.to_record > 0, max(0, self.to_record - 1)
+        return wanted

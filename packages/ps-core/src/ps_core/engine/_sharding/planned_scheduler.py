@@ -244,7 +244,7 @@ class RanksScheduler(PlanScheduler):
         if batch is None or passes.broke_off or not recording.complete or not passes.tracked:
             return
         if recording.training is not self._setup.training:
-            self._note_evaluation(recording, batch)
+            self._others.note_evaluation(self._plan, recording, batch, self._engine.constant_bytes)
         elif self._estimated and self._mine is not None:
             if not matches_estimate(recording, self._mine[0]):
                 self._found = recording, batch

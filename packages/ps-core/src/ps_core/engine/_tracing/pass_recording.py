@@ -21,6 +21,7 @@ ENDED_IN_BACKWARD = (
     "in backward a hook reads gradients or states, calls the model, or runs another backward: do that behind backward"
 )
 """Why a pass whose backward goes on is irregular, and the pass that goes on with it."""
+LEFT_PLAN = "the pass left its plan"
 MOST_CALLS = 16
 """Most calls of the model in a pass that is planned. A later call without gradients ends the pass."""
 
@@ -68,6 +69,11 @@ class PassRecording:
     def ends_backward(self) -> bool:
         """Return True if the last moment so far is one of backward."""
         return bool(self.moments) and self.moments[-1].backward
+
+    @property
+    def left_plan(self) -> bool:
+        """Return True if the pass left its plan, so that the recording is not whole."""
+        return self.irregular == LEFT_PLAN
 
     def note_offloaded(self, size_bytes: int) -> str:
         """Note an offloaded activation; return its name, which is empty before the first moment."""

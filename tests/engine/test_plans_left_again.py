@@ -1,0 +1,116 @@
+"""Loops whose passes change although their batches do not: another plan is made where they go on so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from _reference import GROUP_BYTES, Make, Settings
+from _runs import HOST, check_same, chunked_model, managed
+from ps_core import AdamW, Budget, Options
+from ps_core.engine import statistics
+
+WIDTH, STEPS = 32, 24
+SPEC = AdamW(lr=1e-2)
+BUDGET = Budget(device="48KiB", host=HOST)
+
+
+class Heads(nn.Module):
+    """A trunk and two heads of unlike depth, of which the caller names one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
+        self.heads = nn.ModuleDict(
+            {"one": nn.Linear(WIDTH, 8), "two": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8))}
+        )
+
+    def forward(self, x: Tensor, head: str, skipped: int = -1) -> Tensor:
+        for index, layer in enumerate(self.trunk):
+            x = x if index == skipped else layer(x)
+        return self.heads[head](x)
+
+
+Plan = Callable[[Any, int], tuple[str, int]]
+"""What a step calls: the head, and the layer that is skipped; it may change the model first."""
+
+
+def freezes_a_layer(model: Any, number: int) -> tuple[str, int]:
+    if number == 6:
+        model.trunk[1].requires_grad_(False)
+    return "one", -1
+
+
+def changes_heads(model: Any, number: int) -> tuple[str, int]:
+    return "one" if number < 8 else "two", -1
+
+
+def heads_in_turn(model: Any, number: int) -> tuple[str, int]:
+    return ("one", "two")[number % 2], -1
+
+
+def drops_layers(model: Any, number: int) -> tuple[str, int]:
+    return "one", (number * 7 + 3) % 5 - 1
+
+
+def loop(choose: Plan) -> Callable[[Make], list[Tensor]]:
+    def run(make: Make) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, optimizer = make(Heads(), SPEC)
+        losses = []
+        for number in range(STEPS):
+            head, skipped = choose(model, number)
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+            loss = model(x.to(next(model.parameters()).dtype), head, skipped).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    return run
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("choose", "planned"),
+    [
+        pytest.param(
+            freezes_a_layer, STEPS - 1 - 3, id="a layer is frozen: two passes leave the plan, one is recorded"
+        ),
+        pytest.param(changes_heads, STEPS - 1 - 3, id="another head: likewise"),
+        pytest.param(heads_in_turn, STEPS // 2 - 1, id="in turn: every second pass follows the plan of the others"),
+        pytest.param(drops_layers, 0, id="no two are alike"),
+    ],
+)
+def test_passes_that_go_on_otherwise_are_planned_anew(choose: Plan, planned: int, precision: str) -> None:
+    settings = Settings(precision=precision)
+    got = managed(loop(choose), settings, "emulated", BUDGET)
+    check_same(loop(choose), settings, got)
+    (counted,) = got.statistics
+    assert counted.planned_passes >= planned
+    assert counted.replans <= 3, "a plan that helps nobody is made ever more seldom"
+    memory = counted.tiers["device"]
+    assert memory.peak_bytes <= memory.budget_bytes
+
+
+def test_one_line_says_why_passes_leave_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    options = Options(group_bytes=GROUP_BYTES)
+    with (
+        caplog.at_level(logging.INFO, "ps_core"),
+        chunked_model(Heads(), precision="fp32", budget=BUDGET, options=options) as (model, optimizer),
+    ):
+        for number in range(12):
+            model(torch.randn(8, WIDTH), *heads_in_turn(model, number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert statistics(model).divergences >= 4
+    lines = [each.message for each in caplog.records if "planned" in each.message and "moments" not in each.message]
+    assert len(lines) == 1
+    assert lines[0].startswith("Heads: passes leave their plan, and run on demand from there: forward of heads.two.0.")
+    assert lines[0].endswith("; they are planned anew where they go on so")
