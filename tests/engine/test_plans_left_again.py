@@ -114,3 +114,18 @@ def test_one_line_says_why_passes_leave_the_plan(caplog: pytest.LogCaptureFixtur
     assert len(lines) == 1
     assert lines[0].startswith("Heads: passes leave their plan, and run on demand from there: forward of heads.two.0.")
     assert lines[0].endswith("; they are planned anew where they go on so")
+
+
+def test_reading_weights_before_the_first_step_is_no_pass_without_a_plan(caplog: pytest.LogCaptureFixture) -> None:
+    """As loops do it that log the size of gradients beside that of weights."""
+    with caplog.at_level(logging.INFO, "ps_core"), chunked_model(Heads(), precision="fp32") as (model, optimizer):
+        for number in range(4):
+            model(torch.randn(8, WIDTH), "one").square().mean().backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    assert parameter.grad.norm() > 0
+                    assert parameter.detach().float().norm() > 0
+            optimizer.step()
+            optimizer.zero_grad()
+        assert statistics(model).planned_passes == 3
+    assert not [each.message for each in caplog.records if "no plan" in each.message]

@@ -344,7 +344,7 @@ class PlanScheduler:
             self._tried = False  # the next pass is a first one again
             self._engine.store.ledger.note_foreseen(0)
         plannable = self._setup.training and recording.training and not self._engine.resident
-        if plannable and self._plan is None and not self._engine.passes.broke_off:
+        if plannable and self._plan is None and self._found is None and not self._engine.passes.broke_off:
             self._unplanned.note(recording, of_root=batch is not None)
         if batch is None:
             return
