@@ -119,7 +119,7 @@ def test_one_line_says_why_passes_leave_the_plan(caplog: pytest.LogCaptureFixtur
 def test_reading_weights_before_the_first_step_is_no_pass_without_a_plan(caplog: pytest.LogCaptureFixture) -> None:
     """As loops do it that log the size of gradients beside that of weights."""
     with caplog.at_level(logging.INFO, "ps_core"), chunked_model(Heads(), precision="fp32") as (model, optimizer):
-        for number in range(4):
+        for _ in range(4):
             model(torch.randn(8, WIDTH), "one").square().mean().backward()
             for parameter in model.parameters():
                 if parameter.grad is not None:
