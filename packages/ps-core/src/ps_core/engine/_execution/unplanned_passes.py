@@ -31,8 +31,8 @@ class UnplannedPasses:
 class LeftPlans:
     """Count training passes that leave the plan although their batch is the plan's; plan anew if they go on so.
 
-    A layer was frozen, say, or another head is trained. The first plan for such passes is made after 2 in a row, later
-    ones after 4, 8, 16 ...: passes that differ each time gain nothing by another plan.
+    A layer was frozen, say, or another head is trained. The first plan for such passes is made after 2 in a row. Later
+    ones are made after 4, 8, 16 ..., because passes that differ each time gain nothing by another plan.
     """
 
     def __init__(self, model_name: str, say: Callable[[str], None]) -> None:
