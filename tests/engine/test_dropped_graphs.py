@@ -5,7 +5,9 @@ So does a validation without ``torch.no_grad()``, or a generator whose images on
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,6 +66,23 @@ def test_a_dropped_pass_beyond_the_budget_is_refused_when_the_next_one_begins() 
         train(model, optimizer)  # it is said once
         train(model, optimizer)
         assert statistics(model).planned_passes > 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_refusal_is_freed_at_once(late: bool) -> None:
+    """Its frames hold the activations of the pass that was refused."""
+    with managed(TIGHT) as (model, _):
+        gone: list[weakref.ref[BaseException]] = []
+        gc.disable()
+        try:
+            if late:
+                validate(model)
+            model(rows(ROWS if late else 512))
+        except DoesNotFit as error:
+            gone.append(weakref.ref(error))
+        finally:
+            gc.enable()
+        assert [each() for each in gone] == [None]
 
 
 def test_the_budget_that_the_refusal_names_is_enough() -> None:
@@ -140,8 +159,8 @@ def test_a_hook_that_reads_gradients_gives_no_plan_and_one_line_says_why(caplog:
         assert statistics(model).planned_passes == 0
     assert len(norms) == 16
     assert [each.message for each in caplog.records] == [
-        "Sequential: no plan can be made, so passes run on demand: in backward a hook reads gradients or states, or "
-        "calls the model: do that behind backward"
+        "Sequential: no plan can be made, so passes run on demand: in backward a hook reads gradients or states, calls "
+        "the model, or runs another backward: do that behind backward"
     ]
 
 

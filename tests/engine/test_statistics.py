@@ -72,7 +72,7 @@ def test_the_last_divergence_says_why() -> None:
 
 def test_a_divergence_names_the_gradients_of_a_moment_that_changed() -> None:
     """A frozen layer below changes what the moment does, and not its name."""
-    told = {"device": stand_in(), "budget": Budget(device="256KiB", host=HOST), "options": Options(group_bytes=40)}
+    told = {"device": stand_in(), "budget": Budget(device="256KiB", host=HOST), "options": Options(group_bytes=128)}
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     with chunked_model(net, **told) as (model, optimizer):
         for frozen in (False, False, True):

@@ -38,20 +38,23 @@ class PassBudget:
 
     def raise_excess(self, moment: MomentRecord, needed: int, *, later: bool) -> None:
         """Raise `DoesNotFit` for a moment that took ``needed`` bytes; ``later``: when the next pass begins."""
-        if self._store.resident:
-            error = everything_too_large(self._store, self._groups, needed, so_far=True)
-        else:
-            nonmodel_bytes = moment.nonmodel_bytes
-            error = compute_tier_too_small(self._store, self._groups, moment.name, needed, nonmodel_bytes, proven=True)
         if not later:
-            raise error
-        self.late = _of_the_pass_before(error)
+            raise self._refusal(moment, needed)
+        self.late = _of_the_pass_before(self._refusal(moment, needed))
+
+    def _refusal(self, moment: MomentRecord, needed: int) -> DoesNotFit:
+        if self._store.resident:
+            return everything_too_large(self._store, self._groups, needed, so_far=True)
+        nonmodel_bytes = moment.nonmodel_bytes
+        return compute_tier_too_small(self._store, self._groups, moment.name, needed, nonmodel_bytes, proven=True)
 
     def raise_late(self) -> None:
         """Raise the refusal of the pass before."""
-        late, self.late = self.late, None
-        assert late is not None, "there is one"
-        raise late
+        assert self.late is not None, "there is one"
+        try:
+            raise self.late  # no local variable: an exception's frames must not refer to it
+        finally:
+            self.late = None
 
     def forget_late(self) -> None:
         """Forget the refusal of the pass before: the device ran out of memory in it, which the user knows."""

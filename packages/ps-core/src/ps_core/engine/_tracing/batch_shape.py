@@ -55,6 +55,8 @@ class BatchShape:
 
     def difference(self, other: BatchShape) -> str:
         """Return why a plan for this batch does not serve the other one."""
+        if other.part and other.part not in (self.part, *(each.part for each in self.others)):
+            return "a part of the model is called by itself"
         if len(other.later) > len(self.later):
             return "the model is called more often than in the plan's pass"
         if other.later:
