@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from _counting import counting
+from ps_core.engine._devices.hide_from_modes import modes_off
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
 
 FP32 = 4
@@ -323,3 +325,29 @@ def test_two_threads_have_a_stack_each() -> None:
     assert stack() == [tracker]
     tracker.stop()
     del made
+
+
+def test_garbage_that_takes_a_counter_off_is_not_collected_while_modes_change_places() -> None:
+    """As a dropped model does, whose exception is a circle of references."""
+
+    class Circle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    before = gc.get_threshold()
+    try:
+        for allocations in range(1, 120):
+            tracker = TensorBytesTracker()
+            tracker.start()
+            gc.collect()
+            circle = Circle()  # young, so that the next collection finds it
+            weakref.finalize(circle, tracker.stop)
+            del circle
+            gc.set_threshold(allocations)
+            with modes_off():
+                pass
+            gc.set_threshold(*before)
+            gc.collect()
+            assert not stack(), f"after {allocations} allocations"
+    finally:
+        gc.set_threshold(*before)

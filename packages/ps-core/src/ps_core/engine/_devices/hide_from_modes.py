@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from ps_core.engine._devices.tensor_bytes import TensorBytesTracker, pop_user_modes, push_modes
+from ps_core.engine._devices.tensor_bytes import TensorBytesTracker, push_modes, replace_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,13 +29,14 @@ modes_are_off = torch._C._is_torch_function_all_disabled
 @contextmanager
 def modes_off() -> Iterator[None]:
     """Switch off all modes but those that count the engine's non-model bytes."""
-    modes = pop_user_modes()
-    push_modes(mode for mode in modes if isinstance(mode, TensorBytesTracker))
+    modes = replace_modes(lambda found: [mode for mode in found if isinstance(mode, TensorBytesTracker)])
+    others = [mode for mode in modes if not isinstance(mode, TensorBytesTracker)]
+    del modes  # or a counter that is taken off meanwhile would stay alive
     try:
         with torch._C.DisableTorchFunction():
             yield
     finally:
-        push_modes(mode for mode in modes if not isinstance(mode, TensorBytesTracker))
+        push_modes(others)
 
 
 def hidden_from_modes(function: Callable[P, R]) -> Callable[P, R]:

@@ -18,6 +18,7 @@ Storages that `untyped_storage().resize_()` changed, until the tensor is next an
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -129,7 +130,8 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         return _sees_operators() and _restoring_contexts() > self._guards_before
 
     def _is_on_stack(self) -> bool:
-        return any(mode is self for mode in _get_current_dispatch_mode_stack())
+        with _NoCollection():
+            return any(mode is self for mode in _get_current_dispatch_mode_stack())
 
     def paused(self) -> _Pause:
         """Return a context within which no tracker counts: for tensors that an engine makes itself."""
@@ -249,20 +251,41 @@ def _restoring_contexts() -> int:
 
 def _put_at_bottom(mode: TorchDispatchMode) -> None:
     """Push the mode below all others; see [Note: the mode lies at the bottom of the stack]."""
-    above = pop_user_modes()
-    push_modes([mode, *above])
+    replace_modes(lambda modes: [mode, *modes])
 
 
 def _take_out(mode: TorchDispatchMode) -> None:
-    push_modes([other for other in pop_user_modes() if other is not mode])
+    replace_modes(lambda modes: [other for other in modes if other is not mode])
 
 
 def pop_user_modes() -> list[TorchDispatchMode]:
-    """Empty this thread's stack of the modes that are not torch's own (those are kept elsewhere); bottom first."""
-    users = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
-    for _ in users:
-        torch._C._pop_torch_dispatch_stack(None)
-    return users
+    """Empty this thread's stack of the modes that are not PyTorch's own; return them, bottom first."""
+    return replace_modes(lambda _: [])
+
+
+def replace_modes(choose: Callable[[list[TorchDispatchMode]], list[TorchDispatchMode]]) -> list[TorchDispatchMode]:
+    """Replace this thread's modes by those that ``choose`` returns for them; return the modes before, bottom first.
+
+    PyTorch's own modes are kept elsewhere, and stay.
+    """
+    with _NoCollection():
+        before = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
+        for _ in before:
+            torch._C._pop_torch_dispatch_stack(None)
+        push_modes(choose(before))
+        return before
+
+
+class _NoCollection:
+    """Collect no garbage in this block: that may free an engine, whose mode is then taken off the stack."""
+
+    def __enter__(self) -> None:
+        self._before = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        if self._before:
+            gc.enable()
 
 
 def push_modes(modes: Iterable[TorchDispatchMode]) -> None:
