@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import _models as models
@@ -158,7 +159,13 @@ def test_a_function_that_reads_gradients_itself_is_refused_with_a_remedy_that_wo
         first = next(model.parameters())
         function: Any = clip if how == "clip_grad_norm_" else lambda *_: first.grad.norm()
         loss_of(model(*rows(0))).backward()
-        with pytest.raises(UnsupportedParameter, match=r"clip gradients outside of compiled functions, or give those"):
+        told: tuple[type[Exception], str] = (
+            UnsupportedParameter,
+            "clip gradients outside of compiled functions, or give",
+        )
+        if how == "one gradient" and torch.__version__ < "2.12":  # whose compiler asks for the gradient's memory
+            told = InternalTorchDynamoError, "has no memory of its own"
+        with pytest.raises(told[0], match=told[1]):
             torch.compile(function, backend="eager")(model.parameters(), 1.0)
         clip(model.parameters(), 1.0)
         optimizer.step()
