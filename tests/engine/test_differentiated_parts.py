@@ -82,7 +82,7 @@ def test_one_line_says_why_there_is_no_plan(caplog: pytest.LogCaptureFixture) ->
         assert statistics(model).planned_passes == 0
     assert [each.message for each in caplog.records] == [
         "Equilibrium: no plan can be made, so passes run on demand: in backward a hook reads gradients or states, "
-        "calls the model, or runs another backward: do that behind backward"
+        "calls the model, or runs another backward: do that after backward()"
     ]
 
 

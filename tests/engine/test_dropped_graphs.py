@@ -159,8 +159,8 @@ def test_a_hook_that_reads_gradients_gives_no_plan_and_one_line_says_why(caplog:
         assert statistics(model).planned_passes == 0
     assert len(norms) == 16
     assert [each.message for each in caplog.records] == [
-        "Sequential: no plan can be made, so passes run on demand: in backward a hook reads gradients or states, calls "
-        "the model, or runs another backward: do that behind backward"
+        "Sequential: no plan can be made, so passes run on demand: in backward a hook reads gradients or states, "
+        "calls the model, or runs another backward: do that after backward()"
     ]
 
 

@@ -18,7 +18,7 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._tracing.activation_log import ActivationLog, TracedActivations
 
 ENDED_IN_BACKWARD = (
-    "in backward a hook reads gradients or states, calls the model, or runs another backward: do that behind backward"
+    "in backward a hook reads gradients or states, calls the model, or runs another backward: do that after backward()"
 )
 """Why a pass whose backward goes on is irregular, and the pass that goes on with it."""
 LEFT_PLAN = "the pass left its plan"
