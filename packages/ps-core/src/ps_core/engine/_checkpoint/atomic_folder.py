@@ -43,7 +43,7 @@ class AtomicFolder:
     """Manage a checkpoint's folder and its siblings; see [Note: siblings]."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = usable(path).resolve()
+        self.path = checked_path(path).resolve()
         if not self.path.name:
             raise InvalidInput(f"{os.fspath(path)!r} cannot be a checkpoint: name a folder below it")
         self._partial, self._ready, self._previous = (
@@ -77,7 +77,7 @@ class AtomicFolder:
             return
         if not _is_ours(self.path / MANIFEST):
             raise InvalidInput(f"{self.path} exists and is not a checkpoint, so it is not overwritten: choose another")
-        own = names_of(self.path)
+        own = checkpoint_file_names(self.path)
         others = sorted(each.name for each in self.path.iterdir() if each.name not in own)
         others = [name for name in others if not _OURS.fullmatch(name)]
         if others:
@@ -140,8 +140,8 @@ class AtomicFolder:
             shutil.rmtree(self._partial, ignore_errors=True)
 
 
-def usable(path: str | os.PathLike[str]) -> Path:
-    """Return an absolute path; raise `InvalidInput` if no file can have it."""
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """Return ``path`` as an absolute one; raise `InvalidInput` if no file can have it."""
     try:
         found = Path(path).absolute()
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
@@ -153,12 +153,12 @@ def usable(path: str | os.PathLike[str]) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True if a folder has a checkpoint, whole or not."""
+    """Return True if a folder has a checkpoint, whole or damaged."""
     return os.path.isfile(path / SUMS) or os.path.isfile(path / MANIFEST)
 
 
-def names_of(path: Path) -> set[str]:
-    """Return the names of a checkpoint's files, even if it is damaged; of another folder none."""
+def checkpoint_file_names(path: Path) -> set[str]:
+    """Return the file names of the checkpoint at ``path``, even if it is damaged; none if it is no checkpoint."""
     try:
         lines = (path / SUMS).read_text("utf-8", "replace").splitlines()
     except OSError:

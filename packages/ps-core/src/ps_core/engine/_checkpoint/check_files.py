@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import closing
 
-from ps_core.engine._checkpoint.atomic_folder import usable
+from ps_core.engine._checkpoint.atomic_folder import checked_path
 from ps_core.engine._checkpoint.direct_io import BUFFER_BYTES, TensorReader, buffers
 from ps_core.engine._checkpoint.manifest import read_manifest
 from ps_core.engine._checkpoint.reader import compare, readable, stored
@@ -17,7 +17,7 @@ def check_checkpoint(path: str | os.PathLike[str]) -> None:
     No model is needed. The check takes a few megabytes of memory. Where several processes use the checkpoint, one may
     call it alone.
     """
-    saved = read_manifest(usable(path))
+    saved = read_manifest(checked_path(path))
     with buffers(4 * BUFFER_BYTES) as pair:
         for file in stored(saved, {file.section: {} for file in saved.files}, None):
             whole = [(file.start, file.start + file.nbytes)] if file.nbytes else []

@@ -18,11 +18,11 @@ from ps_core.engine._checkpoint.atomic_folder import (
     SUMS,
     AtomicFolder,
     as_tier_failure,
+    checked_path,
+    checkpoint_file_names,
     is_checkpoint,
     keep_permissions,
     locked,
-    names_of,
-    usable,
 )
 from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, MASTERS, WEIGHTS, largest_chunk_bytes, plain_tensors
 from ps_core.engine._checkpoint.direct_io import (
@@ -57,7 +57,7 @@ def save_weights(
     engine = hooks.engine
     ranks = CheckpointRanks(engine.together)
     with ranks.all_or_none("save_weights"):
-        path = usable(file)
+        path = checked_path(file)
         engine.check_usable()
         check_outside("saved")
     finish_pass_for(engine, "saved")
@@ -131,13 +131,13 @@ def export_checkpoint(
     However large the checkpoint is, this takes a few megabytes of memory. A tensor that is not stored row by row needs
     memory for all of it.
     """
-    path, out_path = usable(checkpoint), usable(file)
+    path, out_path = checked_path(checkpoint), checked_path(file)
     if not is_checkpoint(path):
         AtomicFolder(path).recover()
     saved = read_manifest(path)
     for name in (SUMS, *saved.sums):
         if out_path.exists() and out_path.samefile(path / name):
-            raise _of_checkpoint(out_path, path / name)
+            raise _overwrites_checkpoint(out_path, path / name)
     with _replaced(out_path, overwrite=overwrite) as target:
         out = open_new(target)
         try:
@@ -147,7 +147,8 @@ def export_checkpoint(
             os.close(out)
 
 
-def _of_checkpoint(path: Path, file: Path) -> InvalidInput:
+def _overwrites_checkpoint(path: Path, file: Path) -> InvalidInput:
+    """Return the error for a target ``path`` that is a checkpoint's ``file``, maybe by another name."""
     return InvalidInput(
         f"{path} is {file.name!r} of the checkpoint {file.parent}, which would be lost: name another file"
     )
@@ -219,8 +220,8 @@ def _replaced(path: Path, *, overwrite: bool) -> Iterator[Path]:
         if path.is_dir():
             raise InvalidInput(f"{path} is a folder: name a file, as in {path / 'model.safetensors'}")
         partial = path.with_name(f".{path.name}.ps-partial")  # a folder, so that it can be locked before it is filled
-        if path.name in names_of(path.parent):
-            raise _of_checkpoint(path, path)
+        if path.name in checkpoint_file_names(path.parent):
+            raise _overwrites_checkpoint(path, path)
         if path.exists() and not overwrite:
             raise InvalidInput(f"{path} exists already: choose another name, or give overwrite=True (--overwrite)")
         os.makedirs(path.parent, exist_ok=True)

@@ -15,7 +15,7 @@ from torch import nn
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._extents import Kind
 from ps_core._input_files import stays_inside
-from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, is_checkpoint, usable
+from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, checked_path, is_checkpoint
 from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, MASTERS, WEIGHTS, TensorSource
 from ps_core.engine._checkpoint.crc32 import Checksum
 from ps_core.engine._checkpoint.dense_memory import not_writable
@@ -44,7 +44,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, strict: bool
     with ranks.all_or_none("load_weights"):
         engine.check_usable(loading=engine.usability.half_loaded.startswith("load_weights("))
         check_outside("loaded")
-        path = usable(path)
+        path = checked_path(path)
         if ranks.leads and not path.is_file() and not is_checkpoint(path):
             AtomicFolder(path).recover()  # it may be a checkpoint whose overwriting was cut short
     finish_pass_for(engine, "loaded")

@@ -194,7 +194,7 @@ class SavedCheckpoint:
     def read_small(self, name: str) -> bytes:
         """Return the bytes of a small file; raise `CheckpointDamaged` unless its checksum is right."""
         text = _read(self.path / name)
-        check_sum(self.path / name, _checksum(text), self.sums[name])
+        compare_checksums(self.path / name, _checksum(text), self.sums[name])
         return text
 
 
@@ -207,7 +207,7 @@ def read_manifest(path: Path, *, files_too: bool = True) -> SavedCheckpoint:
         raise InvalidInput(f"there is no checkpoint at {path}: expected a folder that save_checkpoint wrote")
     sums = _read_sums(path)
     text = _read(path / MANIFEST)
-    check_sum(path / MANIFEST, _checksum(text), sums[MANIFEST])
+    compare_checksums(path / MANIFEST, _checksum(text), sums[MANIFEST])
     manifest = _parsed(path / MANIFEST, text)
     _refuse(path, wrong_values(manifest))
     mark = manifest.get("save", "")
@@ -225,7 +225,7 @@ def read_manifest(path: Path, *, files_too: bool = True) -> SavedCheckpoint:
     return saved
 
 
-def check_sum(path: Path, found: str, recorded: str) -> None:
+def compare_checksums(path: Path, found: str, recorded: str) -> None:
     """Raise `CheckpointDamaged` unless a file has the recorded checksum.
 
     Damage to a file changes most of its checksum's digits. Where one digit differs, the record is damaged.

@@ -22,7 +22,7 @@ from ps_core.engine._checkpoint.checkpoint_tensors import (
 )
 from ps_core.engine._checkpoint.crc32 import Checksum, joined, text_of
 from ps_core.engine._checkpoint.direct_io import DoubleBuffer, TensorReader, buffers
-from ps_core.engine._checkpoint.manifest import SavedCheckpoint, check_sum
+from ps_core.engine._checkpoint.manifest import SavedCheckpoint, compare_checksums
 from ps_core.engine._checkpoint.rank_errors import CheckpointRanks
 from ps_core.engine._checkpoint.safetensors_format import TensorEntry, bytes_of, damaged
 from ps_core.engine._checkpoint.shard_ranges import FileRange, Layout, plain_order, runs, same_order, spans
@@ -229,7 +229,7 @@ def compare(file: SavedFile, pieces: Sequence[tuple[int, int]]) -> None:
     head = Checksum()
     head.update(file.head)
     assert file.checksum is not None, "only checkpoints have checksums"
-    check_sum(file.path, text_of(joined([(head.value, len(file.head)), *pieces])), file.checksum)
+    compare_checksums(file.path, text_of(joined([(head.value, len(file.head)), *pieces])), file.checksum)
 
 
 def _is_managed(target: TensorSource | None) -> TypeGuard[tuple[ParamState, Kind]]:
