@@ -368,7 +368,7 @@ class PlanScheduler:
         if recording.training is not self._setup.training:
             self._others.note_evaluation(self._plan, recording, batch, self._engine.constant_bytes)
             return
-        if known and not self._left.take_recorded():
+        if known and not self._left.note_recorded():
             return
         if not batch.later or self._others.confirms(recording, self._source):
             self._found = self._others.beside_dropped(recording, batch), batch

@@ -8,7 +8,7 @@ from ps_core.engine._tracing.pass_recording import PassRecording
 
 _TOLD_AFTER = 3
 """Training passes in a row that no plan can be made from, before a line says so."""
-_PARTS = "its parameters are read outside of any call of its modules"
+_READ_OUTSIDE = "its parameters are read outside of any call of its modules"
 
 
 class UnplannedPasses:
@@ -21,7 +21,7 @@ class UnplannedPasses:
 
     def note(self, recording: PassRecording, *, of_root: bool) -> None:
         """Note a pass without a plan; ``of_root``: it began with a call of the model."""
-        why = recording.why_incomplete or ("" if of_root else _PARTS)
+        why = recording.why_incomplete or ("" if of_root else _READ_OUTSIDE)
         self._in_a_row = self._in_a_row + 1 if why else 0
         if self._in_a_row >= _TOLD_AFTER and not self._told:
             self._told = True
@@ -29,7 +29,7 @@ class UnplannedPasses:
 
 
 class LeftPlans:
-    """Count training passes that leave the plan although their batch is the plan's; plan anew if they go on so.
+    """Count training passes of the plan's batch that leave the plan; ask for another plan if this goes on.
 
     A layer was frozen, say, or another head is trained. The first plan for such passes is made after 2 in a row. Later
     ones are made after 4, 8, 16 ..., because passes that differ each time gain nothing by another plan.
@@ -37,7 +37,11 @@ class LeftPlans:
 
     def __init__(self, model_name: str, say: Callable[[str], None]) -> None:
         self._model_name, self._say = model_name, say
-        self._total = self._in_a_row = self._plans = self._last = 0
+        self._total = self._in_a_row = 0
+        self._last = 0
+        """Number of the last pass that left the plan."""
+        self._plans = 0
+        """How often a new plan was asked for."""
         self.to_record = 0
         """Number of the next training passes that run on demand, and are recorded for a plan of their own."""
 
@@ -48,14 +52,14 @@ class LeftPlans:
         self._total += 1
         if self._total == _TOLD_AFTER:
             self._say(
-                f"{self._model_name}: passes leave their plan, and run on demand from there: {why}; they are planned "
-                "anew where they go on so"
+                f"{self._model_name}: passes leave their plan, and run on demand from there: {why}; another plan is "
+                "made if this goes on"
             )
         if self._in_a_row >= 2 ** (self._plans + 1):
             self._plans += 1
             self._in_a_row, self.to_record = 0, 2 if several else 1
 
-    def take_recorded(self) -> bool:
-        """Return True if a pass that was recorded is one of those that a plan is to be made from."""
+    def note_recorded(self) -> bool:
+        """Note a pass that was recorded; return True if a plan is to be made from it."""
         wanted, self.to_record = self.to_record > 0, max(0, self.to_record - 1)
         return wanted
