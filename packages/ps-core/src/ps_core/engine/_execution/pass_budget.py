@@ -1,4 +1,4 @@
-"""Compare what each moment took of the compute tier with its budget, and say so where it was too much."""
+"""Compare what each moment took of the compute tier with the tier's budget; raise `DoesNotFit` if that was too much."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Excess(Enum):
     """What becomes of a moment that took too much."""
 
     RAISE = auto()
-    """It is refused at once."""
+    """`DoesNotFit` is raised at once."""
     RAISE_LATER = auto()
-    """The next pass is refused: a step or a state dict ended this one, and has to succeed."""
+    """It is raised when the next pass begins: a step or a state dict ended this one, and has to succeed."""
     IGNORE = auto()
-    """Nothing: an exception ended the pass."""
+    """It is not raised: another exception ended the pass."""
 
 
 class PassBudget:
@@ -29,7 +29,7 @@ class PassBudget:
     def __init__(self, store: TierStore, groups: list[ParamGroup], nonmodel: NonModelMemory) -> None:
         self._store, self._groups, self._nonmodel = store, groups, nonmodel
         self.late: DoesNotFit | None = None
-        """The refusal of the pass before, which ended without an error; None: there is none."""
+        """The error for the pass before, which the next pass raises as it begins; None: there is none."""
 
     def measure(self, moment: MomentRecord, *, planned: bool) -> tuple[int, int]:
         """Return the bytes that a moment took of the compute tier, and by how many they exceed its budget."""
@@ -37,7 +37,7 @@ class PassBudget:
         return needed, needed - self._store.tiers[0].capacity_bytes
 
     def raise_excess(self, moment: MomentRecord, needed: int, *, later: bool) -> None:
-        """Raise `DoesNotFit` for a moment that took ``needed`` bytes; ``later``: when the next pass begins."""
+        """Raise `DoesNotFit` for a moment that took ``needed`` bytes; ``later``: keep it for `raise_late`."""
         if not later:
             raise self._refusal(moment, needed)
         self.late = _of_the_pass_before(self._refusal(moment, needed))
@@ -49,7 +49,7 @@ class PassBudget:
         return compute_tier_too_small(self._store, self._groups, moment.name, needed, nonmodel_bytes, proven=True)
 
     def raise_late(self) -> None:
-        """Raise the refusal of the pass before."""
+        """Raise the error for the pass before, once."""
         assert self.late is not None, "there is one"
         try:
             raise self.late  # no local variable: an exception's frames must not refer to it
@@ -57,12 +57,12 @@ class PassBudget:
             self.late = None
 
     def forget_late(self) -> None:
-        """Forget the refusal of the pass before: the device ran out of memory in it, which the user knows."""
+        """Forget the error for the pass before: the device ran out of memory in it, which the user knows."""
         self.late = None
 
 
 def _of_the_pass_before(error: DoesNotFit) -> DoesNotFit:
-    """Return the same error for the next pass to raise, with a remedy for a graph that nobody needed."""
+    """Return the same error for the next pass to raise, with a suggestion for a graph that no backward pass needs."""
     budget, *others = error.remedies
     without_graph = "torch.no_grad(): around a call of the model that no backward pass follows"
     return DoesNotFit(

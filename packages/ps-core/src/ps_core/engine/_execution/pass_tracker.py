@@ -38,7 +38,7 @@ _INDEX, _GRADS = attrgetter("index"), attrgetter("grads")
 _graph_task = torch._C._current_graph_task_id
 """Return the number of the backward pass that this thread works for; -1: there is none."""
 _MOST_MOMENTS = 4096
-"""Moments of a pass after which calls of parts of the model begin another."""
+"""After so many moments of a pass, the next call of a part of the model begins another pass."""
 
 
 class PassTracker:
@@ -103,7 +103,7 @@ class PassTracker:
 
     @property
     def refused(self) -> bool:
-        """Return True if the last pass took too much, for which the next one is refused."""
+        """Return True if the last pass took too much memory: the next one raises `DoesNotFit`."""
         return self.budget.late is not None
 
     def add_records(self, records: list[ParamState]) -> None:
@@ -214,28 +214,24 @@ class PassTracker:
         backward = torch._C._current_graph_task_id() not in (-1, self._around)
         if self.outside and not backward:
             recording = self._before_part(recording)
-        try:
-            held = self._close_moment()
-        except DoesNotFit:
-            self._end_refused_part(backward)
-            raise
         reads: dict[ParamGroup, None] = {}
         for record in records:
             reads[record.group] = None
-        if not backward and self.current is not None and self.current.backward:
-            recording.irregular = "a parameter is used outside of backward after backward began"
-        first = next(iter(reads or gains)).tensors[0]
-        moment = MomentRecord(
-            backward,
-            tuple(map(_INDEX, reads)),
-            tuple(map(_INDEX, gains)),
-            tuple(map(_INDEX, held)),
-            f"{'backward' if backward else 'forward'} of {first.name}",
-        )
-        recording.moments.append(moment)
-        self.current = moment
-        self.moment += 1
         try:
+            held = self._close_moment()
+            if not backward and self.current is not None and self.current.backward:
+                recording.irregular = "a parameter is used outside of backward after backward began"
+            first = next(iter(reads or gains)).tensors[0]
+            moment = MomentRecord(
+                backward,
+                tuple(map(_INDEX, reads)),
+                tuple(map(_INDEX, gains)),
+                tuple(map(_INDEX, held)),
+                f"{'backward' if backward else 'forward'} of {first.name}",
+            )
+            recording.moments.append(moment)
+            self.current = moment
+            self.moment += 1
             with torch.no_grad():
                 if self.nonmodel.counting:
                     with self.nonmodel.paused():
@@ -243,7 +239,8 @@ class PassTracker:
                 else:
                     self._drive(records, gains, moment.name)
         except DoesNotFit:
-            self._end_refused_part(backward)
+            if self.outside and not backward:
+                self.finish()  # no call of the root module is on, which would do so
             raise
         for group in reads:
             group.last_read_moment = self.moment
@@ -266,11 +263,6 @@ class PassTracker:
             return self.recording
         self.scheduler.before_part()
         return recording
-
-    def _end_refused_part(self, backward: bool) -> None:
-        """End a pass that was refused, unless that is within a call of the root module, which does so, or backward."""
-        if self.outside and not backward:
-            self.finish()
 
     def _drive(self, records: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         recorder = self._counters.recorder
@@ -341,7 +333,7 @@ class PassTracker:
         return held
 
     def _check_budget(self, moment: MomentRecord, excess: Excess) -> None:
-        """Measure how much of the compute tier a moment took; if that is too much, leave the plan or refuse it."""
+        """Measure how much of the compute tier a moment took; if that is too much, leave the plan, or raise."""
         planned = isinstance(self.driver, PlanDriver)
         needed, over = self.budget.measure(moment, planned=planned)
         if over <= 0 or excess is Excess.IGNORE or self.driver.free_optional_bytes(over) >= over:
@@ -430,8 +422,8 @@ class PassTracker:
         broken_by, in_backward = sys.exc_info()[0], self.current is not None and self.current.backward
         goes_on = in_backward and _graph_task() != -1  # a hook reads a gradient, say
         self.broke_off = not strict and (broken_by is not None or (in_backward and not goes_on))
-        broke_off = Excess.IGNORE if self.broke_off else Excess.RAISE_LATER
-        self._close_moment(Excess.RAISE if strict or goes_on else broke_off)  # if that raises, the pass is still open
+        excess = Excess.IGNORE if self.broke_off else Excess.RAISE_LATER
+        self._close_moment(Excess.RAISE if strict or goes_on else excess)  # if that raises, the pass is still open
         if goes_on and not strict:
             recording.irregular, self._ended_in_backward = ENDED_IN_BACKWARD, True
         self.recording = self.current = None

@@ -145,7 +145,7 @@ def group_parameters(
 
 
 def _numel(rows: list[_Tied]) -> int:
-    """Return the elements of parameters that lie one behind the other."""
+    """Return how many elements the parameters take in a group, with the gap behind each."""
     return sum(aligned(parameter.numel()) for tied in rows for _, parameter in tied)
 
 

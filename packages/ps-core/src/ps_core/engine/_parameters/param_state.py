@@ -26,7 +26,7 @@ from ps_core.engine._parameters.state_transitions import (
 HOST = 1
 """The number of the host tier."""
 ALIGNED_NUMEL = 32
-"""A parameter begins at a multiple of this, so of 64 bytes: a BLAS library may round otherwise elsewhere."""
+"""A parameter begins at a multiple of this, so of 64 bytes: elsewhere a BLAS library may round products otherwise."""
 TAIL_NUMEL = 64
 """A group's elements are padded to a multiple of this, so that chunks are multiples of 128 bytes."""
 
@@ -373,7 +373,7 @@ class ParamGroup:
 
 
 def aligned(numel: int) -> int:
-    """Return the first element behind so many others at which a parameter may begin."""
+    """Round a number of elements up to a multiple of `ALIGNED_NUMEL`, at which the next parameter may begin."""
     return -(-numel // ALIGNED_NUMEL) * ALIGNED_NUMEL
 
 
