@@ -114,7 +114,7 @@ def test_the_bits_of_plain_pytorch_under_the_tightest_budget(name: str, precisio
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("rows", [lambda number: 8 + 4 * number, lambda number: 8 + 8 * (number % 3)])
-def test_batches_that_grow(name: str, rows: Callable[[int], int]) -> None:
+def test_batches_that_grow_keep_the_bits_and_the_budget(name: str, rows: Callable[[int], int]) -> None:
     settings, run = Settings(), loop(name, rows)
     got = managed(run, settings, "emulated", Budget(device="96KiB", host=HOST))
     check_same(run, settings, got)

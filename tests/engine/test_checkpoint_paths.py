@@ -73,7 +73,9 @@ def test_paths_that_no_file_can_have_are_named(place: tuple[Run, Path], kind: st
 
 
 @pytest.mark.parametrize("name", ["loop", LONG])
-def test_the_command_names_them_too(place: tuple[Run, Path], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_export_command_names_paths_that_no_file_can_have(
+    place: tuple[Run, Path], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = place[1]
     assert cli.main(["export", str(path / name), str(path / "new.safetensors")]) == cli.BAD_INPUT
     assert cli.main(["export", str(path / "saved"), str(path / name)]) == cli.BAD_INPUT

@@ -124,7 +124,9 @@ def gradients(compiled: Compiler, model: Any, optimizer: Any) -> Callable[[Tenso
 @pytest.mark.parametrize(
     "loop", [step, step_and_forget, step_in_a_function_that_is_left_out, scheduled, backward, gradients]
 )
-def test_they_train_to_the_same_bits(loop: Callable[..., Callable[[Tensor], None]], backend: str) -> None:
+def test_loops_with_compiled_functions_train_to_the_same_bits(
+    loop: Callable[..., Callable[[Tensor], None]], backend: str
+) -> None:
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, backend=backend)
 

@@ -51,7 +51,7 @@ def loop(name: str, passes: int = 1) -> Callable[[Make], list[Tensor]]:
 
 @pytest.mark.parametrize("precision", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
-def test_it_trains_as_in_plain_pytorch_within_the_tightest_budget(name: str, precision: str) -> None:
+def test_the_bits_of_plain_pytorch_under_the_tightest_budget(name: str, precision: str) -> None:
     found = check_under_the_tightest_budget(loop(name), SETTINGS[precision])
     for counted in found.statistics:
         memory = counted.tiers["device"]
@@ -59,14 +59,14 @@ def test_it_trains_as_in_plain_pytorch_within_the_tightest_budget(name: str, pre
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_passes_a_step(name: str) -> None:
+def test_two_passes_a_step_train_as_in_plain_pytorch(name: str) -> None:
     settings = Settings(precision="fp32", max_grad_norm=1.0, accumulation_steps=2)
     budget = Budget(device="96KiB", host=HOST)
     check_same(loop(name, 2), settings, managed(loop(name, 2), settings, "emulated", budget))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_on_the_thread_that_autograd_has_for_a_card(name: str) -> None:
+def test_backward_on_the_thread_that_autograd_has_for_a_card(name: str) -> None:
     settings = Settings(precision="fp32", max_grad_norm=None)
     with (runtime := FakeRuntime(1)):
         budget = Budget(device="96KiB", host=HOST)
@@ -86,7 +86,7 @@ def test_one_line_says_why_there_is_no_plan(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-def test_a_backward_over_a_graph_from_before() -> None:
+def test_a_backward_over_an_earlier_graph_in_a_hook() -> None:
     """Of the same model, in a hook of another graph's backward."""
 
     def run(make: Make) -> list[Tensor]:

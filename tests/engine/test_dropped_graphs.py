@@ -97,7 +97,7 @@ def test_the_budget_that_the_refusal_names_is_enough() -> None:
         assert peak_within_budget(model)
 
 
-def test_what_ends_such_a_pass_succeeds() -> None:
+def test_a_state_dict_and_a_step_after_a_dropped_pass_succeed() -> None:
     with managed(TIGHT) as (model, optimizer):
         validate(model)
         assert len(model.state_dict()) == 4
@@ -108,7 +108,7 @@ def test_what_ends_such_a_pass_succeeds() -> None:
     assert type(next(model.parameters())) is nn.Parameter, "it was released"
 
 
-def test_a_plan_has_room_for_such_a_pass() -> None:
+def test_a_plan_has_room_for_a_dropped_pass() -> None:
     with managed(ROOMY) as (model, optimizer):
         for _ in range(40):  # the 32nd planned pass is counted again
             validate(model)
@@ -119,7 +119,7 @@ def test_a_plan_has_room_for_such_a_pass() -> None:
         assert peak_within_budget(model)
 
 
-def test_a_plan_without_room_is_made_again_and_kept() -> None:
+def test_a_plan_without_room_for_a_dropped_pass_is_made_again_and_kept() -> None:
     with managed(ROOMY) as (model, optimizer):
         for _ in range(4):
             train(model, optimizer)

@@ -328,7 +328,7 @@ def test_a_checkpoint_resumes_exactly_under_another_budget(name: str, tmp_path: 
         save_checkpoint(tmp_path / "saved", run.model, run.optimizer, extra={"scheduler": run.scheduler.state_dict()})
         losses, values = run.train(3), run.values()
         save_checkpoint(tmp_path / "other", run.model, run.optimizer)
-        save_checkpoint(tmp_path / "other", run.model, run.optimizer, overwrite=True)
+        save_checkpoint(tmp_path / "other", run.model, run.optimizer, overwrite=True)  # its states' files are its own
     with Run("cpu, disk", precision="fp16", spec=spec, seed=2, group_bytes=8192) as other:
         extra = load_checkpoint(tmp_path / "saved", other.model, other.optimizer)
         other.scheduler.load_state_dict(extra["scheduler"])
