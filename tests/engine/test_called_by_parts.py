@@ -138,6 +138,42 @@ def test_a_later_part_with_a_larger_batch_leaves_the_plan_before_it_runs() -> No
         assert within_budget(model)
 
 
+def again_in_the_same_moment(model: Any, rows: int) -> Tensor:
+    return torch.cat([model.encoder[0][0](batch(1)), model.encoder[0][0](batch(2, rows))])
+
+
+def behind_the_model_itself(model: Any, rows: int) -> Tensor:
+    return torch.cat([model(batch(1)), model.encoder(batch(2, rows))])
+
+
+@pytest.mark.parametrize("call", [again_in_the_same_moment, behind_the_model_itself])
+def test_a_larger_call_leaves_the_plan_wherever_it_comes(call: Callable[[Any, int], Tensor]) -> None:
+    """The plan has no room for it, and only a few planned passes are measured."""
+    with managed_pair() as (model, optimizer):
+        for number in range(8):
+            found = statistics(model)
+            call(model, 16 if number < 4 else 32).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 4:
+                assert statistics(model).last_divergence == "a batch larger than the plan's, in a later call"
+        assert statistics(model).divergences <= found.divergences <= 2
+        assert statistics(model).planned_passes > found.planned_passes
+        assert within_budget(model)
+
+
+def test_training_begins_a_pass_of_its_own_behind_an_evaluation_of_the_same_group() -> None:
+    with managed_pair() as (model, optimizer):
+        layer = model.encoder[0][0]
+        for number in range(6):
+            with torch.no_grad():
+                layer(batch(number))
+            layer(batch(number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert statistics(model).planned_passes == 5, "all trainings but the first"
+
+
 def test_a_part_that_does_not_fit_is_refused() -> None:
     with managed_pair() as (model, optimizer):
         for number in range(3):

@@ -169,6 +169,8 @@ class ParameterAccess:
         if self._resident:
             self._touch_resident(records)
             return
+        if passes.outside and (passes.current is None or not passes.current.backward):
+            passes.before_part()
         moment = passes.moment
         for record in records:
             group, bound = record.group, record.bound

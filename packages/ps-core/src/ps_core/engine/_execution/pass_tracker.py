@@ -212,8 +212,6 @@ class PassTracker:
         if self._residency.exposed.bounds:
             self._residency.exposed.check(ended=True)
         backward = torch._C._current_graph_task_id() not in (-1, self._around)
-        if self.outside and not backward:
-            recording = self._before_part(recording)
         reads: dict[ParamGroup, None] = {}
         for record in records:
             reads[record.group] = None
@@ -249,20 +247,20 @@ class PassTracker:
         while self.before_moments:
             self.before_moments.pop(0)()
 
-    def _before_part(self, recording: PassRecording) -> PassRecording:
-        """Tell the scheduler of a call outside of the root module's; return the pass that it belongs to.
+    def before_part(self) -> None:
+        """Look at a use of a parameter outside of the root module's call, behind `attach`.
 
         Nothing tells when the last call of a part ends. So an evaluation ends where training begins, and both end after
         many moments.
         """
+        recording = self.recording
+        if recording is None or torch._C._current_graph_task_id() not in (-1, self._around):
+            return
         trains = torch.is_grad_enabled() and not recording.training
         if trains or (len(recording.moments) >= _MOST_MOMENTS and not has_saved(self._records)):
             self.finish()
             self._begin(backward=False)
-            assert self.recording is not None, "it has just begun"
-            return self.recording
         self.scheduler.before_part()
-        return recording
 
     def _drive(self, records: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         recorder = self._counters.recorder

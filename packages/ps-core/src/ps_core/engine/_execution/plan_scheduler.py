@@ -69,7 +69,7 @@ class PlanScheduler:
         self._served: BatchShape | None = None
         """The batch of the last pass that a driver was chosen for."""
         self._part: BatchShape | None = None
-        """The last call of a part of the model; None if the present pass began with a call of the model itself."""
+        """The last call of a part of the model, or else the model's first one; None: the pass began elsewhere."""
         self._found: tuple[PassRecording, BatchShape] | None = None
         self._before_step = 0
         """Number of passes with gradients before this step's first."""
@@ -172,7 +172,7 @@ class PlanScheduler:
                 self._engine.passes.leave_plan(self._planned_for.difference(self._served), overrun=overrun)
 
     def before_part(self) -> None:
-        """Note a call of another part, or with another batch, in a pass that began with a call of a part."""
+        """Note a call of another part, or with another batch, in a pass that began with a call."""
         call = None if self._part is None else called_part()
         if call is None or call == self._part:
             return
@@ -248,7 +248,7 @@ class PlanScheduler:
             return engine.passes.demand
         if engine.speculation is not None:
             engine.speculation.undo()
-        self._served, self._batch, self._part = self._batch, None, None
+        self._served, self._part, self._batch = self._batch, self._batch, None
         if engine.resident:
             return ResidentDriver(tracked=not (self._measured and self._planned_for.covers(self._served)))
         if self._served is None and training and self._setup.training:
