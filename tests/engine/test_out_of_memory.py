@@ -174,3 +174,38 @@ def test_out_of_memory_of_others_is_theirs() -> None:
     with runtime, pytest.raises(torch.OutOfMemoryError) as error:
         torch.zeros(1000)
     assert not isinstance(error.value, DeviceOutOfMemory)
+
+
+def test_a_loop_that_calls_parts_has_more_room_after_its_next_step() -> None:
+    """Such a loop makes no call of the model, before which a plan is made again."""
+
+    def by_parts(model: Any, optimizer: Any, step: int) -> None:
+        model.tail(model.body(*rows(step)), model.appetite["forward"]).square().mean().backward()
+        finish(optimizer)
+
+    class Tail(nn.Linear):
+        def forward(self, x: Tensor, appetite: int = 0) -> Tensor:  # type: ignore[override]
+            if appetite:
+                take(appetite, False)
+            return super().forward(x)
+
+    runtime, size = FakeRuntime(5), 192 * 1024
+    with runtime:
+        parts = Hungry()
+        parts.tail = Tail(models.WIDTH, models.WIDTH)
+        budget = Budget(device=size, host=HOST)
+        with chunked_model(parts, device=CudaDevice(runtime), budget=budget, precision="fp32") as made:
+            model, optimizer = made
+            for step in range(3):
+                by_parts(model, optimizer, step)
+            model.appetite["forward"] = runtime.allocator.limit_bytes = 1_000_000
+            with pytest.raises(torch.OutOfMemoryError):
+                by_parts(model, optimizer, 3)
+            model.appetite["forward"], runtime.allocator.limit_bytes = 0, 1 << 40
+            optimizer.zero_grad()
+            before = statistics(model)
+            for step in range(4, 8):
+                by_parts(model, optimizer, step)
+            found = statistics(model)
+            assert found.replans == before.replans + 1
+            assert found.planned_passes >= before.planned_passes + 3

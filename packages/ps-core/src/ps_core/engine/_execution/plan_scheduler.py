@@ -419,6 +419,8 @@ class PlanScheduler:
 
     def maybe_replan(self) -> None:
         """Make a plan, if a pass was recorded that has none."""
+        if not self._engine.store.synchronous:
+            self._recover()  # in a loop that never calls the model itself
         self._before_step = self._engine.passes.gradient_passes
         if self._found is None or all(group.pinned for group in self._engine.groups):
             if self._others.in_a_row:
