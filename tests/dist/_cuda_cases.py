@@ -128,7 +128,7 @@ def other_experts(each: ps_dist.TorchCollectives, direct: bool) -> None:
         with nullcontext() if seed is None else runtime, from_card_to_card(each, direct and seed is not None):
             model, optimizer = chunked(
                 Experts(), SGD(lr=0.01), precision="fp32", collectives=each, device=device,
-                budget=Budget(device="64KiB", host="16MiB"), options=Options(group_bytes=80, poison=True),
+                budget=Budget(device="64KiB", host="16MiB"), options=Options(group_bytes=256, poison=True),
             )  # fmt: skip
             assert optimizer is not None
             losses = []
@@ -183,7 +183,7 @@ def counted_steps(each: ps_dist.TorchCollectives, precision: str, device: Any) -
     model, optimizer = chunked(
         nn.Sequential(*(nn.Linear(40, 40) for _ in range(5))), SGD(lr=0.1), device=device, precision=precision,
         collectives=each, budget=Budget(device="48KiB", host="16MiB"),
-        options=Options(group_bytes=40 * 41 * size, poison=True),
+        options=Options(group_bytes=40 * 42 * size, poison=True),
     )  # fmt: skip
     assert optimizer is not None
     control, copier, found = each._messages, beside.DeviceStaging, []

@@ -137,7 +137,7 @@ class Program:
         for name, layer in model.layers.items():
             layer.requires_grad_(name in self.ever)
         cpu = not mine or settings.device == "cpu"
-        size = WIDTH * (WIDTH + 1) * (4 if settings.precision == "fp32" else 2)
+        size = WIDTH * (WIDTH + 2) * (4 if settings.precision == "fp32" else 2)
         rule: Any = AdamW(lr=0.01) if settings.adam else SGD(lr=0.1, momentum=0.5)
         found = chunked(
             model,

@@ -191,7 +191,7 @@ def sends(each: ps_dist.TorchCollectives, precision: str, roomy: bool) -> tuple[
         precision=precision,
         budget=Budget(host=each.local_ranks * room),
         collectives=each,
-        options=Options(group_bytes=40 * 41 * size),
+        options=Options(group_bytes=40 * 42 * size),
     )
     groups = hooks_of(model).engine.groups
     for _ in range(2):  # the first is planned from
@@ -224,7 +224,7 @@ def rises(each: ps_dist.TorchCollectives, folder: str) -> list[tuple[int, int]]:
     for budget in (Budget(**budgets), Budget(host="64MiB")):  # type: ignore[arg-type]
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
-        options = Options(group_bytes=40 * 41 * 2, poison=True)
+        options = Options(group_bytes=40 * 42 * 2, poison=True)
         fronts.append(chunked(model, SGD(lr=0.1), collectives=each, budget=budget, options=options))
     (model, optimizer), (other, reference) = fronts
     for step, rows in enumerate((3, 3, 3, 3, 3, 100, 100)):

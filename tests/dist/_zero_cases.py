@@ -223,7 +223,7 @@ def counts_bytes(each: ps_dist.TorchCollectives, precision: str, tight: bool) ->
         precision=precision,
         budget=Budget(host=each.local_ranks * (states + (20 + 10 * size) * 2**10 - saved if tight else 2**20)),
         collectives=each,
-        options=Options(group_bytes=40 * 41 * size),
+        options=Options(group_bytes=40 * 42 * size),
     )
     groups = hooks_of(model).engine.groups
     assert len(groups) == 5

@@ -38,7 +38,7 @@ def made(each: Together, *, common: bool = True, frozen: int = 0, layers: int = 
         precision="fp32",
         budget=Budget(host="4MiB"),
         collectives=each,
-        options=Options(group_bytes=4 * WIDTH * (WIDTH + 1)),
+        options=Options(group_bytes=4 * WIDTH * (WIDTH + 2)),
     )
 
 

@@ -43,7 +43,7 @@ def trained(each: Together, kind: type[Experts], first: tuple[Pass, ...], precis
     for together in (each, None):
         device = "cpu" if kib is None or together is None else "emulated"
         budget = Budget(host=2**24) if device == "cpu" else Budget(device=(kib or 0) * 2**10, host=2**24)
-        options = Options(group_bytes=16 * 17 * (4 if precision == "fp32" else 2), poison=device != "cpu")
+        options = Options(group_bytes=16 * 18 * (4 if precision == "fp32" else 2), poison=device != "cpu")
         fronts.append(
             chunked(
                 kind(),

@@ -42,7 +42,7 @@ def looks_and_offloads(each: Together, precision: str) -> None:
                 precision=precision,
                 accumulation_steps=1 if together else 2,
                 collectives=together,
-                options=Options(group_bytes=WIDTH * (WIDTH + 1) * size, poison=True),
+                options=Options(group_bytes=WIDTH * (WIDTH + 2) * size, poison=True),
             )
         )
     (model, optimizer), (single, reference) = fronts

@@ -66,7 +66,7 @@ def made(
     model, drawn = kind(), torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=WIDTH**-0.5, generator=drawn)
-    size = WIDTH * (WIDTH + 1) * (4 if precision == "fp32" else 2)
+    size = WIDTH * (WIDTH + 2) * (4 if precision == "fp32" else 2)
     return chunked(
         model,
         AdamW(lr=1e-2),

@@ -36,7 +36,7 @@ def made(together: Together | None, precision: str, room_kib: int | None) -> nn.
         budget=Budget(host=host, device=None if device == "cpu" else (room_kib or 0) * 2**10),
         precision=precision,
         collectives=together,
-        options=Options(group_bytes=WIDTH * (WIDTH + 1) * (4 if precision == "fp32" else 2), poison=device != "cpu"),
+        options=Options(group_bytes=WIDTH * (WIDTH + 2) * (4 if precision == "fp32" else 2), poison=device != "cpu"),
     )[0]
 
 
@@ -116,7 +116,7 @@ def unlike(each: Together, seed: int, precision: str, room_kib: int | None) -> N
             budget=Budget(host=2**22, device=room_kib and together and room_kib * 2**10),
             precision=precision,
             collectives=together,
-            options=Options(group_bytes=16 * 17 * (4 if precision == "fp32" else 2)),
+            options=Options(group_bytes=16 * 18 * (4 if precision == "fp32" else 2)),
         )[0]
         for together in (each, None)
     ]

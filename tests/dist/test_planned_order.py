@@ -41,7 +41,7 @@ def train(
         managed, optimizer = chunked(
             model, AdamW(lr=1e-2), device=device, precision=precision, accumulation_steps=micro_batches,
             budget=Budget(device=device_kib * 2**10, host=2**24), collectives=each,
-            options=Options(group_bytes=WIDTH * (WIDTH + 1) * (4 if precision == "fp32" else 2), poison=poison),
+            options=Options(group_bytes=WIDTH * (WIDTH + 2) * (4 if precision == "fp32" else 2), poison=poison),
         )  # fmt: skip
         assert optimizer is not None
         for step in range(STEPS):

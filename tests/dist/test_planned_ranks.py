@@ -78,7 +78,7 @@ class Case:
             max_grad_norm=self.max_norm,
             collectives=together,
             options=Options(
-                group_bytes=WIDTH * (WIDTH + 1) * size,
+                group_bytes=WIDTH * (WIDTH + 2) * size,
                 poison=device != "cpu",
                 keep_fp32=self.kept,
                 cast_inputs=not self.kept,
@@ -277,7 +277,7 @@ def unlike(
                 precision=precision,
                 accumulation_steps=2 if alone else 1,
                 collectives=together,
-                options=Options(group_bytes=16 * 17 * (4 if precision == "fp32" else 2), keep_fp32=kept),
+                options=Options(group_bytes=16 * 18 * (4 if precision == "fp32" else 2), keep_fp32=kept),
             )
         )
     (model, optimizer), (single, reference) = fronts
@@ -370,7 +370,7 @@ def both_trained(
             precision=precision,
             accumulation_steps=1 if together else 2,
             collectives=together,
-            options=Options(group_bytes=16 * 17 * (4 if precision == "fp32" else 2)),
+            options=Options(group_bytes=16 * 18 * (4 if precision == "fp32" else 2)),
         )
         for model, together in zip(models, (each, None), strict=True)
     ]

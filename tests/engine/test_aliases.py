@@ -60,7 +60,7 @@ def train(model: nn.Module, optimizer: Any, steps: int = STEPS) -> list[float]:
 
 
 def manage(model: nn.Module, spec: Any, device: str, budget: dict[str, Any], **more: Any) -> Any:
-    options = Options(group_bytes=4 * WIDTH * (WIDTH + 1), poison=True)
+    options = Options(group_bytes=4 * WIDTH * (WIDTH + 2), poison=True)
     return chunked(model, spec, device=device, budget=Budget(**budget), options=options, **{"precision": "fp32"} | more)
 
 

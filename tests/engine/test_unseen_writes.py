@@ -70,7 +70,7 @@ def manage(place: str, tmp_path: Path, precision: str = "fp32", model: nn.Module
         device="cpu" if place == "cpu" else stand_in(),
         budget=Budget(**PLACES[place], **where),
         precision=precision,
-        options=Options(group_bytes=4 * WIDTH * (WIDTH + 1), poison=True),
+        options=Options(group_bytes=4 * WIDTH * (WIDTH + 2), poison=True),
     )
 
 
