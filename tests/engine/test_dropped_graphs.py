@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
+from ps_core.engine._support.interrupts import _STATE
 
 WIDTH, ROWS = 64, 16
 TIGHT, ROOMY = 2**17, 2**18
@@ -174,3 +175,11 @@ def test_a_moment_that_a_hook_ends_keeps_to_the_budget() -> None:
         model[0].weight.register_post_accumulate_grad_hook(waste_and_read)  # type: ignore[index]
         with pytest.raises(DoesNotFit):
             model(rows()).square().mean().backward()
+
+
+def test_a_refusal_leaves_no_handler_of_interrupts_behind() -> None:
+    with managed(TIGHT) as (model, optimizer):
+        validate(model)
+        with pytest.raises(DoesNotFit):
+            train(model, optimizer)
+        assert _STATE.users == 0

@@ -129,3 +129,17 @@ def test_reading_weights_before_the_first_step_is_no_pass_without_a_plan(caplog:
             optimizer.zero_grad()
         assert statistics(model).planned_passes == 3
     assert not [each.message for each in caplog.records if "no plan" in each.message]
+
+
+def test_a_pass_for_gradients_of_inputs_between_steps_leaves_the_plan_of_training_alone() -> None:
+    """It makes no gradients of parameters, so it says nothing about the passes that do."""
+    with chunked_model(Heads(), precision="fp32") as (model, optimizer):
+        for number in range(8):
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+            model(x, "one").square().mean().backward()
+            optimizer.step()
+            x.requires_grad_()
+            torch.autograd.grad(model(x, "one").sum(), x)
+            optimizer.zero_grad()
+        assert statistics(model).planned_passes == 7
+        assert statistics(model).replans == 0

@@ -39,10 +39,10 @@ class PassBudget:
     def raise_excess(self, moment: MomentRecord, needed: int, *, later: bool) -> None:
         """Raise `DoesNotFit` for a moment that took ``needed`` bytes; ``later``: keep it for `raise_late`."""
         if not later:
-            raise self._refusal(moment, needed)
-        self.late = _of_the_pass_before(self._refusal(moment, needed))
+            raise self._error_for(moment, needed)
+        self.late = _of_the_pass_before(self._error_for(moment, needed))
 
-    def _refusal(self, moment: MomentRecord, needed: int) -> DoesNotFit:
+    def _error_for(self, moment: MomentRecord, needed: int) -> DoesNotFit:
         if self._store.resident:
             return everything_too_large(self._store, self._groups, needed, so_far=True)
         nonmodel_bytes = moment.nonmodel_bytes

@@ -354,9 +354,9 @@ class PassTracker:
             self._residency.exposed.check(ended=True)
         if self._residency.tampered:
             self._residency.check_tampered()
-        install()
         if self.budget.late is not None:
             self.budget.raise_late()
+        install()
         self._store.ledger.begin_pass(self.nonmodel.free_broken_pass() if self.broke_off else 0)
         training = backward or (torch.is_grad_enabled() and not self.evaluates)
         irregular = ""

@@ -360,7 +360,7 @@ class PlanScheduler:
         if recording.overrun or (self._estimated and recording.training and self._is_wrong(recording)):
             self._leave_more_room()
         known = self._plan is not None and not self._estimated and self._planned_for.covers(batch)
-        if known and measured and recording.left_plan and recording.ends_backward:
+        if known and measured and recording.left_plan and recording.makes_gradients:
             why = self._engine.counters.last_divergence
             self._left.note(passes.gradient_passes, why, several=bool(batch.later))
         if not measured or not recording.complete:

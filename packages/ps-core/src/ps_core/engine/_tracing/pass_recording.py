@@ -71,6 +71,11 @@ class PassRecording:
         return bool(self.moments) and self.moments[-1].backward
 
     @property
+    def makes_gradients(self) -> bool:
+        """Return True if a parameter got a gradient."""
+        return any(moment.grads for moment in self.moments)
+
+    @property
     def left_plan(self) -> bool:
         """Return True if the pass left its plan, so that the recording is not whole."""
         return self.irregular == LEFT_PLAN
@@ -105,7 +110,7 @@ class PassRecording:
             return self.irregular
         if not self.moments or self.ends_backward is not self.training:
             return "no backward pass follows a forward pass with gradients" if self.training else "nothing was computed"
-        if self.training and not any(moment.grads for moment in self.moments):
+        if self.training and not self.makes_gradients:
             return "backward gives no parameter a gradient, as with torch.autograd.grad: call backward()"
         return ""
 
