@@ -119,7 +119,9 @@ class DiskStreams:
             raise self._file.failure
         self._put(_Transfer(queue, place, start, memory, self._waits[queue], lost))
 
+    @defer_interrupts_installing
     def _put(self, job: _Transfer) -> None:
+        """Give a job to its thread; an interrupt in between would leave the host thread waiting for it."""
         self._waits[job.queue] = []
         self._last[job.queue] = job
         while self._pending and self._pending[0].worked:
