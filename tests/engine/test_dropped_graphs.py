@@ -71,7 +71,7 @@ def test_a_dropped_pass_beyond_the_budget_is_refused_when_the_next_one_begins() 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_refusal_is_freed_at_once(late: bool) -> None:
-    """Its frames hold the activations of the pass that was refused."""
+    """The error's traceback holds the activations of the refused pass, so it must not wait for a collector."""
     with managed(TIGHT) as (model, _):
         gone: list[weakref.ref[BaseException]] = []
         gc.disable()

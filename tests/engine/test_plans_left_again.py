@@ -37,7 +37,7 @@ class Heads(nn.Module):
 
 
 Plan = Callable[[Any, int], tuple[str, int]]
-"""What a step calls: the head, and the layer that is skipped; it may change the model first."""
+"""Returns the head that step ``number`` trains, and the layer that it skips; may change the model before."""
 
 
 def freezes_a_layer(model: Any, number: int) -> tuple[str, int]:
@@ -117,7 +117,7 @@ def test_one_line_says_why_passes_leave_the_plan(caplog: pytest.LogCaptureFixtur
 
 
 def test_reading_weights_before_the_first_step_is_no_pass_without_a_plan(caplog: pytest.LogCaptureFixture) -> None:
-    """As loops do it that log the size of gradients beside that of weights."""
+    """Loops read them that log the norms of gradients and weights."""
     with caplog.at_level(logging.INFO, "ps_core"), chunked_model(Heads(), precision="fp32") as (model, optimizer):
         for _ in range(4):
             model(torch.randn(8, WIDTH), "one").square().mean().backward()
@@ -132,7 +132,7 @@ def test_reading_weights_before_the_first_step_is_no_pass_without_a_plan(caplog:
 
 
 def test_a_pass_for_gradients_of_inputs_between_steps_leaves_the_plan_of_training_alone() -> None:
-    """It makes no gradients of parameters, so it says nothing about the passes that do."""
+    """`torch.autograd.grad` gives parameters no gradients, so its passes do not count as training passes."""
     with chunked_model(Heads(), precision="fp32") as (model, optimizer):
         for number in range(8):
             x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))

@@ -108,7 +108,11 @@ def load(name: str) -> Backend:
 
 
 def named(wanted: object) -> str:
-    """Return the name of a backend; raise `InvalidArgument` for anything but a text."""
+    """Return the name of a backend; raise `InvalidArgument` for anything but a text.
+
+    Callers check it before `choose`: that is cached, so what cannot be a key would raise a `TypeError` there. They do
+    so only if a backend is given, which saves a call for each kernel of a step.
+    """
     if not isinstance(wanted, str):
         raise InvalidArgument(f"backend: expected one of {', '.join(_NAMES)}, or None; found {shown(wanted)}")
     return wanted

@@ -13,14 +13,14 @@ from ps_core.engine._tracing.pass_recording import MomentRecord
 
 
 class Excess(Enum):
-    """What becomes of a moment that took too much."""
+    """When `DoesNotFit` is raised for a moment that took more memory than the budget."""
 
     RAISE = auto()
-    """`DoesNotFit` is raised at once."""
+    """At once."""
     RAISE_LATER = auto()
-    """It is raised when the next pass begins: a step or a state dict ended this one, and has to succeed."""
+    """When the next pass begins. The call that ended this pass (a step, ``state_dict()``) must still succeed."""
     IGNORE = auto()
-    """It is not raised: another exception ended the pass."""
+    """Never: another exception ended the pass, and the user sees that one."""
 
 
 class PassBudget:

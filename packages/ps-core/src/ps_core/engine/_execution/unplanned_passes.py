@@ -41,7 +41,7 @@ class LeftPlans:
         self._last = 0
         """Number of the last pass that left the plan."""
         self._plans = 0
-        """How often a new plan was asked for."""
+        """Number of new plans that `note` asked for so far."""
         self.to_record = 0
         """Number of the next training passes that run on demand, and are recorded for a plan of their own."""
 
