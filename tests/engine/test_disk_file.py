@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
 import stat
 import threading
 import weakref
@@ -128,6 +129,36 @@ def test_slots_keep_their_bytes_whatever_is_done_to_others(
 
 
 # The streams.
+
+
+class InterruptedQueue:
+    """A queue whose `put` is interrupted before it takes anything."""
+
+    def __init__(self, jobs: Any) -> None:
+        self.put_job = jobs.put
+
+    def put(self, job: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        self.put_job(job)
+
+
+def test_an_interrupt_as_a_write_is_launched_loses_nothing(file: DiskFile, streams: DiskStreams) -> None:
+    """The interrupt waits until the thread has the write; the main thread would wait for a lost one for ever."""
+    place, jobs = file.reserve(100_000), streams._jobs[Queue.DISK_W]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        streams._jobs[Queue.DISK_W] = InterruptedQueue(jobs)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            streams.write(place, 0, numbers(100_000))
+    finally:
+        streams._jobs[Queue.DISK_W] = jobs
+        signal.signal(signal.SIGINT, before)
+    job = streams._last[Queue.DISK_W]
+    assert job is not None
+    assert job.done.wait(60), "the thread was given the write"
+    found = torch.zeros(100_000, dtype=torch.uint8)
+    file.read(place, 0, found)
+    assert torch.equal(found, numbers(100_000))
 
 
 def test_reads_follow_the_writes_they_wait_for(file: DiskFile, streams: DiskStreams) -> None:
