@@ -121,14 +121,26 @@ provoked(
 )
 
 
-@case("processes: ChunkedAccelerator uses one; for several use ps_dist in a plain loop")
+@case("this library runs {} processes, and collectives= joins {}: pass collectives=ps_dist.connect()")
 def several_processes() -> None:
-    """`tests/dist` is about the plain loop."""
+    """`test_several_processes` follows it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_accelerate.Accelerator, "num_processes", 2)
-        with refused("2 processes: ChunkedAccelerator uses one"):
+        with refused("this library runs 2 processes, and collectives= joins 1"):
             joined()
     fresh()
+
+
+@case("processes train this model, and chunked(...) was told of {}: pass it collectives=ps_dist.connect()")
+def managed_by_one() -> None:
+    """`test_several_processes` follows it."""
+    model, optimizer = chunked(llama(), AdamW(), device="emulated", budget=Budget(device=400_000, host="64MiB"))
+    accelerator = joined()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_accelerate.Accelerator, "num_processes", 2)
+        with refused("2 processes train this model, and chunked(...) was told of 1"):
+            accelerator.prepare(model, optimizer)
+    prepared(model, optimizer)
 
 
 @case("models and {} optimizers of torch.optim: {}; a model that is only evaluated goes through")
@@ -279,11 +291,11 @@ def an_optimizer_of_its_own() -> None:
     trainer(model, told, transformers.Trainer, optimizers=(optimizer, None))
 
 
-@case("this trainer uses one process and one device; set CUDA_VISIBLE_DEVICES to one")
+@case("devices: this trainer uses one device in each process; set CUDA_VISIBLE_DEVICES to one, or start torchrun")
 def several_cards() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_transformers.ManagedArguments, "n_gpu", 2, raising=False)
-        with refused("1 processes with 2 devices each"):
+        with refused("set CUDA_VISIBLE_DEVICES to one, or start torchrun --nproc-per-node=2"):
             trainer(llama(), arguments())
     trainer(llama(), arguments())
 

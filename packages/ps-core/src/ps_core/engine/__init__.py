@@ -13,6 +13,7 @@ from ps_core.engine._materialized import materialized, release
 from ps_core.engine._memory_measurement import MemoryMeasurement
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
 from ps_core.engine._profiling.profile import Profile, profiled
+from ps_core.engine._rank0_only import rank0_only
 from ps_core.engine._statistics import Statistics, TierStatistics, statistics
 from ps_core.engine._tracing.fake_trace import CannotTrace, trace
 from ps_core.engine._weight_average import WeightAverage
@@ -36,6 +37,7 @@ __all__ = [
     "materialized",
     "offloaded",
     "profiled",
+    "rank0_only",
     "release",
     "save_checkpoint",
     "save_weights",

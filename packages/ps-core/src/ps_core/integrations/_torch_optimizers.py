@@ -41,6 +41,8 @@ class ManagedSettings:
     precision: str = "bf16"
     options: Options = field(default_factory=Options)
     accumulation_steps: int = 1
+    collectives: Any = None
+    """What `ps_dist.connect` returned, if several processes train the model. (Any: the engine checks it.)"""
 
     def device_for(self, inputs: torch.device) -> str:
         """Return the device to manage the model on, where ``inputs`` is the device of the library's batches."""
@@ -49,6 +51,16 @@ class ManagedSettings:
         if inputs.type == "cuda":
             return str(inputs)
         return "cpu" if self.budget.device is None else "emulated"
+
+
+def check_connected(collectives: Any, processes: int) -> None:
+    """Raise `InvalidInput` unless what ``ps_dist.connect()`` returned joins as many processes as the library has."""
+    joined = 1 if collectives is None else collectives.processes
+    if joined != processes:
+        raise InvalidInput(
+            f"this library runs {processes} processes, and collectives= joins {joined}: pass "
+            "collectives=ps_dist.connect() in a program that torchrun has started"
+        )
 
 
 def manage(
@@ -66,6 +78,7 @@ def manage(
         precision=settings.precision,
         accumulation_steps=settings.accumulation_steps,
         options=settings.options,
+        collectives=settings.collectives,
     )[1]
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ps_core import Budget, InvalidInput, Options
 from ps_core._options import check_unused
-from ps_core.engine import ChunkedOptimizer, is_managed
+from ps_core.engine import ChunkedOptimizer, is_managed, rank0_only
 from ps_core.integrations._missing import missing
-from ps_core.integrations._torch_optimizers import ManagedSettings, manage_with
+from ps_core.integrations._torch_optimizers import ManagedSettings, check_connected, manage_with
 
 try:
     from accelerate import Accelerator
@@ -30,7 +31,32 @@ _PARTS = (
 """Code, for errors, that prepares two models with one accelerator."""
 
 
-class ChunkedAccelerator(Accelerator):
+class AcceleratorOfRanks(Accelerator):
+    """An `Accelerator` that leaves it to the engine to share a managed model between processes."""
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model; neither move nor wrap one that is under management: the engine does what is needed."""
+        if is_managed(model):
+            device_placement, evaluation_mode = False, True  # only models that are evaluated are not wrapped
+        return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Prepare an optimizer; raise `InvalidInput` if other processes share its model than Accelerate runs."""
+        if isinstance(optimizer, ChunkedOptimizer) and optimizer.processes != self.num_processes:
+            raise InvalidInput(
+                f"{self.num_processes} processes train this model, and chunked(...) was told of {optimizer.processes}: "
+                "pass it collectives=ps_dist.connect() in a program that torchrun has started"
+            )
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def backward(self, loss: Tensor, **named: Any) -> None:
+        """Compute gradients whose sum over the processes is their average, as `DistributedDataParallel` has it."""
+        super().backward(loss if self.num_processes == 1 else loss / self.num_processes, **named)
+
+
+class ChunkedAccelerator(AcceleratorOfRanks):
     """An `Accelerator` whose `prepare` puts the model under management, with the settings of the optimizer."""
 
     def __init__(
@@ -40,10 +66,13 @@ class ChunkedAccelerator(Accelerator):
         managed_device: str = "auto",
         precision: str = "bf16",
         options: Options | None = None,
+        collectives: Any = None,
         **named: Any,
     ) -> None:
-        """Make the accelerator; ``budget``, ``precision`` and ``options`` are `chunked`'s, the rest `Accelerator`'s
-        arguments.
+        """Make the accelerator; ``budget``, ``precision``, ``options`` and ``collectives`` are `chunked`'s, the rest
+        `Accelerator`'s arguments.
+
+        With ``collectives`` (``ps_dist.connect()``), the processes that torchrun started share the model.
         """
         super().__init__(*arguments, **named)
         if self.mixed_precision != "no":
@@ -51,16 +80,14 @@ class ChunkedAccelerator(Accelerator):
                 f"mixed_precision={self.mixed_precision!r} does not go with a memory budget: leave it out; precision= "
                 "says what is computed in"
             )
-        if self.num_processes > 1:
-            raise InvalidInput(
-                f"{self.num_processes} processes: ChunkedAccelerator uses one; for several use ps_dist in a plain loop"
-            )
+        check_connected(collectives, self.num_processes)
         self._settings = ManagedSettings(
             budget=budget or Budget(),
             device=managed_device,
             precision=precision,
             options=options or Options(),
             accumulation_steps=self.gradient_accumulation_steps,
+            collectives=collectives,
         )
 
     def prepare(self, *given: Any, device_placement: list[bool] | None = None, budget: Budget | None = None) -> Any:
@@ -110,13 +137,32 @@ class ChunkedAccelerator(Accelerator):
         """Prepare a model that is under management; raise `InvalidInput` for another, which no budget would bound."""
         if _is_plain_model(model):
             raise _not_together("prepare_model", 1, 0)
-        return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer of `chunked`; raise `InvalidInput` for one of PyTorch, whose model is not known here."""
         if _is_plain_optimizer(optimizer):
             raise _not_together("prepare_optimizer", 0, 1)
         return super().prepare_optimizer(optimizer, device_placement)
+
+    def save_state(self, *arguments: Any, **named: Any) -> str:
+        """Save as Accelerate does; where several processes share a model, the main one alone holds all values."""
+        with self._kept_by_writers(self._models):
+            return super().save_state(*arguments, **named)  # type: ignore[no-any-return]
+
+    def save_model(self, model: nn.Module, *arguments: Any, **named: Any) -> None:
+        """Save the weights as Accelerate does; where several processes share them, the main one alone holds all."""
+        with self._kept_by_writers([model]):
+            super().save_model(model, *arguments, **named)
+
+    @contextmanager
+    def _kept_by_writers(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Keep values of state dicts on the main process alone, unless a process of each computer writes them."""
+        with ExitStack() as stack:
+            for each in models:
+                if is_managed(each) and not self.project_configuration.save_on_each_node:
+                    stack.enter_context(rank0_only(each))
+            yield
 
 
 def _not_together(by: str, models: int, optimizers: int) -> InvalidInput:

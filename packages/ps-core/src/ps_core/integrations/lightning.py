@@ -1,4 +1,7 @@
-"""Use Lightning under a memory budget: ``Trainer(strategy=ChunkedStrategy(budget=...))``."""
+"""Use Lightning under a memory budget: ``Trainer(strategy=ChunkedStrategy(budget=...))``.
+
+Several processes take `ChunkedParallelStrategy`.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ps_core import Budget, InvalidInput, Options
-from ps_core.engine import ChunkedOptimizer, is_managed
+from ps_core.engine import ChunkedOptimizer, is_managed, rank0_only
 from ps_core.integrations._missing import missing
 from ps_core.integrations._torch_optimizers import (
     ManagedSettings,
+    check_connected,
     end_evaluation,
     manage,
     manage_before_training,
@@ -23,23 +27,25 @@ from ps_core.integrations._torch_optimizers import (
 try:
     from lightning.fabric.utilities.device_dtype_mixin import _update_properties
     from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ModuleNotFoundError as error:
     raise missing(error, "lightning") from error
 
-__all__ = ["ChunkedPrecision", "ChunkedStrategy"]
+__all__ = ["ChunkedParallelStrategy", "ChunkedPrecision", "ChunkedStrategy"]
 
 
 class ChunkedPrecision(Precision):
-    """Run the closure before the step, and scale the loss in fp16."""
+    """Run the closure before the step; divide the loss by the number of processes, and scale it in fp16."""
 
-    def __init__(self, strategy: ChunkedStrategy) -> None:
+    def __init__(self, strategy: _ManagedStrategy) -> None:
         self._strategy = strategy
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Scale the loss if the precision is fp16; then do as Lightning does."""
+        """Divide the loss, scale it if the precision is fp16, and then do as Lightning does."""
         managed = self._strategy.managed_optimizer
+        if self._strategy.processes > 1:
+            tensor = tensor / self._strategy.processes  # gradients are summed, and Lightning's are averages
         return super().pre_backward(tensor if managed is None else managed.scale(tensor), module)  # type: ignore[no-any-return]
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **named: Any) -> Any:
@@ -50,39 +56,18 @@ class ChunkedPrecision(Precision):
         return result
 
 
-class ChunkedStrategy(SingleDeviceStrategy):
-    """Train in one process whose model stays within a budget.
+class _ManagedStrategy(Strategy):
+    """What strategies have in common whose model stays within a budget."""
 
-    The only child of the `LightningModule` with parameters is managed: a call of it is a whole pass. If parameters are
-    in several places, the `LightningModule` itself is managed. The model stays under management after ``fit``: call
-    `release` with the child when training is over.
-    """
-
-    strategy_name = "chunked"
     optimizers: list[Any]
+    _settings: ManagedSettings
+    managed_optimizer: ChunkedOptimizer | None = None
+    """The optimizer of the model under management; None before ``fit``."""
 
-    def __init__(
-        self,
-        *,
-        budget: Budget | None = None,
-        precision: str = "bf16",
-        managed_device: str = "auto",
-        options: Options | None = None,
-        device: str | torch.device | None = None,
-    ) -> None:
-        """Make the strategy; ``device``: of the batches; None: the current CUDA device if there is one, else the
-        CPU.
-        """
-        where = device or ("cuda" if torch.cuda.is_available() and managed_device in ("auto", "cuda") else "cpu")
-        super().__init__(device=torch.device(where))
-        self._settings = ManagedSettings(
-            budget=budget or Budget(),
-            precision=precision,
-            device=managed_device,
-            options=options or Options(),
-        )
-        self.managed_optimizer: ChunkedOptimizer | None = None
-        """The optimizer of the model under management; None before ``fit``."""
+    @property
+    def processes(self) -> int:
+        """Return how many processes train the model."""
+        return 1 if self._settings.collectives is None else self._settings.collectives.processes
 
     @property
     def precision_plugin(self) -> Any:
@@ -150,3 +135,80 @@ class ChunkedStrategy(SingleDeviceStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+class ChunkedStrategy(_ManagedStrategy, SingleDeviceStrategy):
+    """Train in one process whose model stays within a budget.
+
+    The only child of the `LightningModule` with parameters is managed: a call of it is a whole pass. If parameters are
+    in several places, the `LightningModule` itself is managed. The model stays under management after ``fit``: call
+    `release` with the child when training is over.
+    """
+
+    strategy_name = "chunked"
+
+    def __init__(
+        self,
+        *,
+        budget: Budget | None = None,
+        precision: str = "bf16",
+        managed_device: str = "auto",
+        options: Options | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        """Make the strategy; ``device``: of the batches; None: the current CUDA device if there is one, else the
+        CPU.
+        """
+        where = device or ("cuda" if torch.cuda.is_available() and managed_device in ("auto", "cuda") else "cpu")
+        super().__init__(device=torch.device(where))
+        self._settings = ManagedSettings(
+            budget=budget or Budget(), precision=precision, device=managed_device, options=options or Options()
+        )
+
+
+class ChunkedParallelStrategy(_ManagedStrategy, DDPStrategy):
+    """Share a model between the processes that torchrun started; see also `ChunkedStrategy`.
+
+    Gradients are averages over the processes, as `DDPStrategy` has them.
+    """
+
+    strategy_name = "chunked_parallel"
+
+    def __init__(
+        self,
+        collectives: Any,
+        *,
+        budget: Budget | None = None,
+        precision: str = "bf16",
+        managed_device: str = "auto",
+        options: Options | None = None,
+    ) -> None:
+        """Make the strategy; ``collectives``: what ``ps_dist.connect()`` returned; ``Trainer`` needs ``devices=``."""
+        super().__init__()
+        self._settings = ManagedSettings(
+            budget=budget or Budget(),
+            precision=precision,
+            device=managed_device,
+            options=options or Options(),
+            collectives=collectives,
+        )
+
+    def setup_environment(self) -> None:
+        """Find this process's rank; raise `InvalidInput` if Lightning counts other processes than were joined."""
+        check_connected(self._settings.collectives, self.num_nodes * self.num_processes)
+        super().setup_environment()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the model's state dict; values are on rank 0, which writes checkpoints."""
+        with rank0_only(self.managed_module):
+            return super().lightning_module_state_dict()  # type: ignore[no-any-return]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the optimizer's state dict; values are on rank 0, which writes checkpoints."""
+        with rank0_only(self.managed_module):
+            return super().optimizer_state(optimizer)  # type: ignore[no-any-return]
+
+    def teardown(self) -> None:
+        """End the run, and leave the model under management."""
+        super().teardown()
+        self.cluster_environment.teardown()

@@ -14,15 +14,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from ps_core import Budget, InvalidInput, Options
-from ps_core.engine import is_managed, statistics
+from ps_core.engine import is_managed, rank0_only, statistics
 from ps_core.integrations._missing import missing
-from ps_core.integrations._torch_optimizers import ManagedSettings, manage_with
+from ps_core.integrations._torch_optimizers import ManagedSettings, check_connected, manage_with
 
 try:
     from transformers import Trainer, TrainingArguments
+    from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, _is_peft_model
+
+    from ps_core.integrations.accelerate import AcceleratorOfRanks
 except ModuleNotFoundError as error:
     raise missing(error, "transformers") from error
 
@@ -69,8 +76,22 @@ class ManagedTrainerMixin:
     args: Any
     model: Any
     optimizer: Any
+    lr_scheduler: Any
     accelerator: Any
     optimizer_cls_and_kwargs: Any
+
+    def __init__(self, *arguments: Any, collectives: Any = None, **named: Any) -> None:
+        """Make the trainer; with ``collectives`` (``ps_dist.connect()``), the processes that torchrun started share
+        the model.
+        """
+        self._collectives = collectives
+        super().__init__(*arguments, **named)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, and leave it to the engine to share the model between processes."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]  # Trainer's, which comes next
+        check_connected(self._collectives, self.args.world_size)
+        self.accelerator.__class__ = AcceleratorOfRanks  # Trainer has no place to pass one in
 
     def engine_options(self) -> Options:
         """Return the engine's `Options`; a subclass may return others."""
@@ -85,10 +106,10 @@ class ManagedTrainerMixin:
             )
         if self.optimizer is not None:
             return self.optimizer
-        if self.args.world_size > 1 or self.args.n_gpu > 1:
+        if self.args.n_gpu > 1:
             raise InvalidInput(
-                f"{self.args.world_size} processes with {self.args.n_gpu} devices each: this trainer uses one process "
-                "and one device; set CUDA_VISIBLE_DEVICES to one, or use ps_dist in a loop of your own"
+                f"one process with {self.args.n_gpu} devices: this trainer uses one device in each process; set "
+                f"CUDA_VISIBLE_DEVICES to one, or start torchrun --nproc-per-node={self.args.n_gpu}"
             )
         with _all_trained(self.model):
             made = super().create_optimizer(model)  # type: ignore[misc]  # Trainer's, which comes next
@@ -98,11 +119,36 @@ class ManagedTrainerMixin:
             precision=self.args.precision,
             options=self.engine_options(),
             accumulation_steps=self.args.gradient_accumulation_steps,
+            collectives=self._collectives,
         )
         self.optimizer = manage_with(self.model, made, settings, self.args.device)
         if self.args.precision == "fp16":
             self.accelerator.scaler = self.optimizer.scaler
         return self.optimizer
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and self.args.world_size > 1 and is_managed(self.model):
+            with rank0_only(self.model):
+                state_dict = self.model.state_dict()  # all processes take part, and one of them writes
+        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]  # Trainer's, which comes next
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.args.world_size == 1:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]  # Trainer's, which comes next
+            return
+        with rank0_only(self.model):
+            state = self.optimizer.state_dict()  # all processes take part, and one of them writes
+        if self.args.should_save:
+            torch.save(state, Path(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        with _adapters_as_they_are(self.model):
+            super()._load_from_checkpoint(*arguments, **named)  # type: ignore[misc]  # Trainer's, which comes next
+
+    def _load_best_model(self) -> None:
+        with _adapters_as_they_are(self.model):
+            super()._load_best_model()  # type: ignore[misc]  # Trainer's, which comes next
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """Log the bytes on each tier and moved on each link beside what `Trainer` logs of a step."""
@@ -110,6 +156,19 @@ class ManagedTrainerMixin:
             counted = statistics(self.model).as_dict().items()
             logs |= {name: float(value) for name, value in counted if name.startswith(_LOGGED)}
         super().log(logs, *more, **named)  # type: ignore[misc]  # Trainer's, which comes next
+
+
+@contextmanager
+def _adapters_as_they_are(model: Any) -> Iterator[None]:
+    """Make PEFT load adapters in the type they have: it would replace those of 16 bits by fp32 parameters."""
+    if not _is_peft_model(model) or not is_managed(model):
+        yield
+        return
+    model.load_adapter = partial(model.load_adapter, autocast_adapter_dtype=False)
+    try:
+        yield
+    finally:
+        del model.load_adapter
 
 
 @contextmanager

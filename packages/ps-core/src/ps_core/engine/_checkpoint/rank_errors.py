@@ -18,7 +18,7 @@ _TOLD_BYTES = 1000
 class OneRank:
     """Stand for the ranks of a process that has a model for itself: rank 0 of 1."""
 
-    rank, ranks, copy, process = 0, 1, 0, 0
+    rank, ranks, copy, process, processes = 0, 1, 0, 0, 1
 
     def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
         """Return the values of this rank, which is the only one."""
@@ -44,9 +44,10 @@ class CheckpointRanks:
         """Return True on the one rank that does shared work, such as making the folder."""
         return self.rank == 0
 
+    @property
     def size(self) -> int:
         """Return the number of ranks, copies of the model included."""
-        return len(self.rows([0], "how many ranks", count=1))
+        return self._ranks.processes
 
     def agree(self, name: str, value: str) -> None:
         """Raise `RanksDiverged` unless all ranks give the same value."""

@@ -143,7 +143,7 @@ def load_checkpoint(
                 modules[name].set_extra_state(state)
             if random is not None:
                 restore_random_state(random)
-    if optimizer is not None and (count := ranks.size()) != saved.ranks and ranks.leads:
+    if optimizer is not None and (count := ranks.size) != saved.ranks and ranks.leads:
         log_line(
             f"{saved.path} was saved by {saved.ranks} processes, and {count} load it: rank i goes on with the "
             f"random numbers of rank i modulo {saved.ranks}"

@@ -36,6 +36,10 @@ class Ranks(Protocol):
     def process(self) -> int:
         """Return this process's number among all processes, copies of the model included."""
 
+    @property
+    def processes(self) -> int:
+        """Return the number of all processes, copies of the model included."""
+
     def all_values(self, values: Sequence[float], what: str = "", *, shards_only: bool = False) -> list[list[float]]:
         """Return every process's values, a row each; ``shards_only``: of those that share one copy of the model."""
 

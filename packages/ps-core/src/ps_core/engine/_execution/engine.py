@@ -62,6 +62,7 @@ class Engine:
         """Non-model data that is always on the compute tier: buffers, parameters outside the chunks."""
         self.counters = counters
         self.together = together
+        self.processes = 1 if together is None else together.processes
         """The processes that share the model; None: there is one."""
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
         self.passes = PassTracker(parts, self.records, counters, constant_bytes, scheduler(self))
@@ -103,6 +104,7 @@ class Engine:
             check_writes=self.check_writes,
             compare=self.updater.compare,
         )
+        self.state_dict_value = self.state_dicts.value
         self.management = management(self)
         """The owner of the hooks."""
 

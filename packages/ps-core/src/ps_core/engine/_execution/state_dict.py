@@ -39,6 +39,8 @@ class StateDicts:
         """State dicts under construction, one within another: parameters are read as copies."""
         self._loading: tuple[object, object] | None = None
         """The running load: the module that it began with, and PyTorch's list of its missing keys."""
+        self._on_meta = False
+        """True where another rank keeps the values of state dicts (`rank0_only`)."""
         self.open = False
         """True while a state dict is made or loaded, or if one was broken off: then call `forget`."""
 
@@ -91,7 +93,16 @@ class StateDicts:
         if copy is not None:
             return copy
         with torch.inference_mode(False):  # an inference tensor has no version counter
-            return self.copies.add(record, self._read(record))
+            return self.copies.add(record, self.value(self._read(record)))
+
+    def put_on_meta(self, *, on: bool) -> bool:
+        """Keep no values of state dicts from now on, or keep them; return what was set before."""
+        before, self._on_meta = self._on_meta, on
+        return before
+
+    def value(self, copy: torch.Tensor) -> torch.Tensor:
+        """Return the value, or a tensor without memory where another rank keeps the values of state dicts."""
+        return copy.to("meta") if self._on_meta else copy
 
     def load(self, record: ParamState, value: torch.Tensor) -> bool:
         """Replace a parameter by its value in the state dict being loaded; return False if none is being loaded.

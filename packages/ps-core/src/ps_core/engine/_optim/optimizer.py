@@ -133,6 +133,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return 1.0 if self._loss_scale is None else self._loss_scale.value
 
     @property
+    def processes(self) -> int:
+        """Return how many processes share the model."""
+        return self._gradients.processes
+
+    @property
     def last_norm(self) -> float | None:
         """Return the last step's global gradient norm, unclipped and without the loss scale; None before any step."""
         return None if self._outcome is None else self._outcome.norm
@@ -273,7 +278,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _entry(self, record: ParamState, masters: bool | None) -> dict[str, Any]:
         """Copy a parameter's entry of `state_dict` to the CPU."""
-        return {key: self._format.read(record, key) for key in self._keys(record, masters)}
+        values = {}
+        for key in self._keys(record, masters):
+            value = self._format.read(record, key)
+            values[key] = self._gradients.state_dict_value(value) if isinstance(value, torch.Tensor) else value
+        return values
 
     def _keys(self, record: ParamState, masters: bool | None = None) -> tuple[str, ...]:
         """Return the names in a parameter's entry of `state_dict` and `state`."""

@@ -88,6 +88,11 @@ class Outcome:
 class OptimizerBackend(Protocol):
     """Protocol of the engine, as its optimizer uses it. Gradients still have the loss scale, as backward made them."""
 
+    @property
+    def processes(self) -> int:
+        """Return how many processes share the model."""
+        ...
+
     def check_usable(self) -> None:
         """Raise if the model may not be trained any more."""
         ...
@@ -112,6 +117,10 @@ class OptimizerBackend(Protocol):
 
     def read_state(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """Return an fp32 copy on the CPU of a moment, or of the value that steps update (`Kind.P32`)."""
+        ...
+
+    def state_dict_value(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the value, or a tensor without memory where another rank keeps the values of state dicts."""
         ...
 
     def write_state(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:

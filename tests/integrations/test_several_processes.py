@@ -1,0 +1,44 @@
+"""Two processes through the integrations, against each library's own `DistributedDataParallel`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+NEEDS = {
+    "trainer": ("transformers", "accelerate"),
+    "adapters": ("transformers", "accelerate", "peft"),
+    "accelerate": ("transformers", "accelerate"),
+    "lightning": ("transformers", "lightning"),
+}
+
+
+@pytest.mark.parametrize("library", NEEDS)
+def test_two_processes_have_the_bits_of_ddp(library: str, tmp_path: Path) -> None:
+    """The same weights, losses and evaluations; and checkpoints that both go on from."""
+    for each in NEEDS[library]:
+        pytest.importorskip(each, reason=f"{each} is not installed")
+    path = os.pathsep.join([str(HERE.parent / "engine"), *sys.path])
+    program = [HERE / "programs" / "of_ranks.py", library, tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        each = json.loads((tmp_path / f"{rank}.json").read_text("utf-8"))
+        assert each["equal"]
+        assert each["logged"]
+        assert each["evictions"] > 0
+        assert each["peak"] <= 320_000
+        assert library != "adapters" or each["narrow"]
