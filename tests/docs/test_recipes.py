@@ -45,7 +45,7 @@ def test_page(name: str, tutorials: Any, tmp_path: Path) -> None:
         assert not shown or tutorials.alike(shown, said), f"{name}.md shows\n{shown}\nbut this was printed:\n{said}"
 
 
-@pytest.mark.parametrize(("name", "count"), [("migration", 2), ("integrations", 3)])
+@pytest.mark.parametrize(("name", "count"), [("migration", 2), ("integrations", 4)])
 def test_others_scripts_are_python(name: str, count: int) -> None:
     scripts = FOREIGN.findall((ROOT / "docs" / f"{name}.md").read_text("utf-8"))
     assert len(scripts) == count

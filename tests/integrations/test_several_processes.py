@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +20,9 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("library", NEEDS)
-def test_two_processes_have_the_bits_of_ddp(library: str, tmp_path: Path) -> None:
-    """The same weights, losses and evaluations; and checkpoints that both go on from."""
-    for each in NEEDS[library]:
-        pytest.importorskip(each, reason=f"{each} is not installed")
+def torchrun(*program: str | Path) -> str:
+    """What two processes printed."""
     path = os.pathsep.join([str(HERE.parent / "engine"), *sys.path])
-    program = [HERE / "programs" / "of_ranks.py", library, tmp_path]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
@@ -35,6 +32,15 @@ def test_two_processes_have_the_bits_of_ddp(library: str, tmp_path: Path) -> Non
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("library", NEEDS)
+def test_two_processes_have_the_bits_of_ddp(library: str, tmp_path: Path) -> None:
+    """The same weights, losses and evaluations; and checkpoints that both go on from."""
+    for each in NEEDS[library]:
+        pytest.importorskip(each, reason=f"{each} is not installed")
+    torchrun(HERE / "programs" / "of_ranks.py", library, tmp_path)
     for rank in range(2):
         each = json.loads((tmp_path / f"{rank}.json").read_text("utf-8"))
         assert each["equal"]
@@ -42,3 +48,12 @@ def test_two_processes_have_the_bits_of_ddp(library: str, tmp_path: Path) -> Non
         assert each["evictions"] > 0
         assert each["peak"] <= 320_000
         assert library != "adapters" or each["narrow"]
+
+
+def test_the_program_on_the_page(tmp_path: Path) -> None:
+    """It prints what the page shows."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    section = (HERE.parents[1] / "docs" / "integrations.md").read_text("utf-8").split("## Several processes")[1]
+    program, shown = re.findall(r"^```(?:py|text)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[:2]
+    (tmp_path / "train.py").write_text(program, "utf-8")
+    assert torchrun(tmp_path / "train.py") == shown
