@@ -75,10 +75,6 @@ class Scheduler(Protocol):
         """Return True if there is an optimizer."""
 
     @property
-    def plans_several_calls(self) -> bool:
-        """Return True if a pass may call the root module more than once and be planned."""
-
-    @property
     def moments(self) -> int:
         """Return how many moments the planned pass has; 0 without a plan."""
 

@@ -146,7 +146,7 @@ class PassTracker:
         elif self.driver.for_rest is not None:
             self.recording.irregular = "weights are read outside of the model before it is called"
             self.driver = self.driver.for_rest(torch.is_grad_enabled(), False)
-        elif task != -1 or not self.scheduler.plans_several_calls or self.recording.calls >= MOST_CALLS:
+        elif task != -1 or not self.scheduler.training or self.recording.calls >= MOST_CALLS:
             self.recording.irregular = "the model is called within backward, or many times before backward"
         else:
             self.recording.calls += 1
@@ -171,7 +171,7 @@ class PassTracker:
 
     def _finish_unless_backward_comes(self, recording: PassRecording) -> None:
         """End the pass after a call without gradients, unless that was made in a training pass that goes on."""
-        several = self.scheduler.plans_several_calls and recording.training and recording.calls < MOST_CALLS
+        several = self.scheduler.training and recording.training and recording.calls < MOST_CALLS
         if not several or recording.ends_backward or not has_saved(self._records):
             self.finish(strict=True)
 

@@ -32,7 +32,7 @@ from ps_core.engine._execution.pass_estimates import PassEstimates
 from ps_core.engine._execution.passes_without_plan import ResidentDriver
 from ps_core.engine._execution.plan_driver import PlanDriver, fits_step, why_not_ready
 from ps_core.engine._execution.plan_request import PlanRequest
-from ps_core.engine._execution.unplanned_passes import LeftPlans, UnplannedPasses
+from ps_core.engine._execution.unplanned_passes import READ_OUTSIDE, LeftPlans, UnplannedPasses
 from ps_core.engine._memory.reserved_bytes import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.speculative_steps import Stepping
@@ -101,11 +101,6 @@ class PlanScheduler:
     @property
     def training(self) -> bool:
         """Return True if the model has an optimizer."""
-        return self._setup.training
-
-    @property
-    def plans_several_calls(self) -> bool:
-        """Return True if a pass may call the root module more than once and be planned."""
         return self._setup.training
 
     @property
@@ -345,7 +340,7 @@ class PlanScheduler:
             self._engine.store.ledger.note_foreseen(0)
         plannable = self._setup.training and recording.training and not self._engine.resident
         if plannable and self._plan is None and self._found is None and not self._engine.passes.broke_off:
-            self._unplanned.note(recording, of_root=batch is not None)
+            self._unplanned.note(recording, READ_OUTSIDE if batch is None else "")
         if batch is None:
             return
         if self._engine.resident:

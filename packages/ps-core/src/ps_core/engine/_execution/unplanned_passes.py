@@ -8,7 +8,7 @@ from ps_core.engine._tracing.pass_recording import PassRecording
 
 _TOLD_AFTER = 3
 """Training passes in a row that no plan can be made from, before a line says so."""
-_READ_OUTSIDE = "its parameters are read outside of any call of its modules"
+READ_OUTSIDE = "its parameters are read outside of any call of its modules"
 
 
 class UnplannedPasses:
@@ -19,9 +19,9 @@ class UnplannedPasses:
         self._in_a_row = 0
         self._told = False
 
-    def note(self, recording: PassRecording, *, of_root: bool) -> None:
-        """Note a pass without a plan; ``of_root``: it began with a call of the model."""
-        why = recording.why_incomplete or ("" if of_root else _READ_OUTSIDE)
+    def note(self, recording: PassRecording, why: str) -> None:
+        """Note a pass without a plan; ``why`` no plan can be made from it, if that is not in what was recorded."""
+        why = recording.why_incomplete or why
         self._in_a_row = self._in_a_row + 1 if why else 0
         if self._in_a_row >= _TOLD_AFTER and not self._told:
             self._told = True

@@ -68,8 +68,7 @@ class RanksPlanRequest(PlanRequest):
             {
                 "moments": [_row(moment, constant_bytes) for moment in recording.moments],
                 "activations": recording.activations.to_json(),
-                "shapes": batch.shapes,
-                "tokens": batch.tokens,
+                "calls": [[each.shapes, each.tokens] for each in (batch, *batch.later)],
             }
             for recording, batch in recordings
         ]
@@ -96,8 +95,11 @@ class RanksPlanRequest(PlanRequest):
         """Return the pass of all ranks, and a batch as large as any; None: there is none to plan for."""
         ranks = [json.loads(text) for text in texts]
         passes = [each for rank in ranks for each in rank["passes"]]
-        batches = [BatchShape(tuple(map(tuple, each["shapes"])), each["tokens"]) for each in passes]
-        if not all(rank["passes"] for rank in ranks) or len({batch.dimensions for batch in batches}) > 1:
+        batches = list(map(_batch, passes))
+        if not all(rank["passes"] for rank in ranks):
+            return None
+        longest = max(batches, key=lambda batch: len(batch.later))
+        if not all(map(longest.is_like, batches)):
             return None
         store = self._engine.store
         self._smallest = tuple(
@@ -128,6 +130,12 @@ class RanksPlanRequest(PlanRequest):
             planned = adopted(plan_from_text(text), trace, layout, self.machine, setup=self._setup)
         self._together.agree("the plan", f"{planned.plan.fingerprint} for {trace_hash(trace)}")
         return planned
+
+
+def _batch(one_pass: dict[str, Any]) -> BatchShape:
+    """Read the batches of a pass that a rank wrote."""
+    first, *later = (BatchShape(tuple(map(tuple, shapes)), tokens) for shapes, tokens in one_pass["calls"])
+    return replace(first, later=tuple(later))
 
 
 def trace_hash(trace: Trace) -> str:

@@ -43,6 +43,7 @@ from ps_core.engine._tracing.pass_recording import PassRecording
 
 _ASKED_EVERY = 64
 """Without an optimizer, ranks ask each other for new recordings at least once in so many passes."""
+_NOT_THE_MODEL = "several processes share it, and parts of it are called by themselves, or parameters read outside"
 _PLANS_AT_ONCE = 8
 """Number of plans that ranks make as soon as there is a new recording; then they wait for 2, 4, 8 ... steps."""
 
@@ -74,11 +75,6 @@ class RanksScheduler(PlanScheduler):
         self._refused: tuple[PassRecording, BatchShape] | None = None
         """The recording that no plan was found for."""
 
-    @property
-    def plans_several_calls(self) -> bool:
-        """Return False: what ranks tell each other of a pass has one batch."""
-        return False
-
     def _request(self, options: Options) -> PlanRequest:
         return RanksPlanRequest(self._engine, self._model_name, self._setup, options, self._together)
 
@@ -90,6 +86,10 @@ class RanksScheduler(PlanScheduler):
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at the batch that the root module is called with; plan the first pass, together with the others."""
         self._recover()
+        goes_on = self._served is not None and self._engine.passes.recording is not None  # begun by a call on all ranks
+        if goes_on and self._setup.training and torch._C._current_graph_task_id() == -1:
+            self._add_call(self._batch_of(args, kwargs))
+            return
         self._batch = self._batch_of(args, kwargs)
         if not self._setup.training:
             self._plan_between_passes()
@@ -241,6 +241,9 @@ class RanksScheduler(PlanScheduler):
         """Remember a recorded pass, if the plan is not for such passes."""
         batch, self._served = self._served, None
         passes = self._engine.passes
+        trains = recording.training and self._setup.training and not passes.broke_off
+        if trains and self._plan is None and self._found is None:
+            self._unplanned.note(recording, _NOT_THE_MODEL if batch is None else "")
         if batch is None or passes.broke_off or not recording.complete or not passes.tracked:
             return
         if recording.training is not self._setup.training:

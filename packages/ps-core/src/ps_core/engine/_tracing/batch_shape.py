@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import zip_longest
 from types import FrameType
 from typing import Any
 
@@ -72,11 +73,18 @@ class BatchShape:
         tokens, others = max(self.tokens, other.tokens), tuple(kept[:_MOST_OTHERS])
         return BatchShape(other.shapes, tokens, other.later, others, other.part)
 
+    def is_like(self, other: BatchShape) -> bool:
+        """Return True if one batch can cover both: all calls that both have, have inputs of the same dimensions."""
+        calls = zip((self, *self.later), (other, *other.later), strict=False)
+        return all(mine.dimensions == yours.dimensions for mine, yours in calls)
+
     def joined(self, other: BatchShape) -> BatchShape:
-        """Return the smallest batch that covers both, which have the same dimensions."""
+        """Return the smallest batch that covers both, which are alike."""
         pairs = zip(self.shapes, other.shapes, strict=True)
         shapes = tuple(tuple(map(max, mine, yours)) for mine, yours in pairs)
-        return BatchShape(shapes, max(self.tokens, other.tokens))
+        both = zip_longest(self.later, other.later)
+        later = tuple(mine.joined(yours) if mine and yours else mine or yours for mine, yours in both)
+        return BatchShape(shapes, max(self.tokens, other.tokens), later)
 
 
 def batch_of(args: Any, kwargs: Any) -> BatchShape:
