@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,9 @@ OPERATIONS = {
 """Names of methods that a program calls, each with its weight in the draw."""
 
 
+CALLS = ("once", "twice", "layers", "and a layer")
+
+
 class Net(nn.Module):
     """Layers by name, of which each part of a batch uses some."""
 
@@ -72,10 +75,23 @@ class Part:
     rows: int
     names: tuple[str, ...]
     fails: bool = False
+    calls: str = "once"
+    """How the loop calls the model: once, twice, only its layers, or itself and one layer."""
 
-    def run(self, model: nn.Module) -> torch.Tensor:
+    def run(self, model: Any) -> torch.Tensor:
         x = torch.randn(self.rows, WIDTH, generator=torch.Generator().manual_seed(self.seed))
+        if self.calls in ("layers", "and a layer"):
+            x = x.to(model.layers[self.names[0]].weight.dtype)
+        if self.calls == "layers":
+            for name in self.names:  # one that was added is in fp32 until the model is called
+                x = x + torch.tanh(model.layers[name](x.to(model.layers[name].weight.dtype)))
+            return x.float().square().mean()
+        x.requires_grad_(self.calls != "once")  # so that a call of one layer needs its weight in backward, too
         found: torch.Tensor = model(x, self.names, self.fails)
+        if self.calls == "twice":
+            found = found + model(x.flip(0), self.names)
+        if self.calls == "and a layer":
+            found = found + model.layers[self.names[0]](x).float().square().mean()
         return found
 
 
@@ -91,6 +107,8 @@ class Settings:
     common: bool
     frozen: tuple[str, ...]
     options: str = "after_backward"
+    calls: bool = False
+    """Loops also call the model several times, or its layers."""
 
 
 def drawn_settings(draw: random.Random) -> Settings:
@@ -171,7 +189,7 @@ class Program:
 
     # What it does.
 
-    def part(self, *, fails: bool = False) -> Part:
+    def part(self, *, fails: bool = False, calls: str = CALLS[0]) -> Part:
         self.serial += 1
         usable = [name for name in self.here if name in self.trained]
         if not usable:
@@ -180,7 +198,7 @@ class Program:
         first = self.draw.choice(usable)
         others = [name for name in self.here if name != first and self.draw.random() < 0.85]
         names = sorted([first, *others])
-        return Part(self.serial, self.draw.choice((3, 3, 3, 5, 2)), tuple(names), fails)
+        return Part(self.serial, self.draw.choice((3, 3, 3, 5, 2)), tuple(names), fails, calls)
 
     def train(self, parts: list[Part]) -> None:
         """Leave the gradients of all parts in both models."""
@@ -201,7 +219,12 @@ class Program:
         assert mine == theirs, "losses"
 
     def parts(self, passes: int) -> list[Part]:
-        return [self.part() for _ in range(passes * self.ranks)]
+        calls = random.Random(self.serial).choice(CALLS) if self.settings.calls else CALLS[0]
+        if calls == "layers" and (set(self.here) - self._managed() or self.ever != self._trained_now()):
+            calls = (
+                "once"  # a call of the model takes in what was added or unfrozen on all ranks; one of a part does not
+            )
+        return [self.part(calls=calls) for _ in range(passes * self.ranks)]
 
     def passes(self) -> int:
         return 1 if self.ranks == 1 else self.draw.choice((self.settings.accumulate, 1, 2, 3))
@@ -395,9 +418,9 @@ class Program:
         self.check()
 
 
-def execute(seed: int, folder: Path, count: int = 12) -> Settings:
+def execute(seed: int, folder: Path, count: int = 12, *, calls: bool = False) -> Settings:
     """Run the program of a seed; an error names it, with what was done."""
-    settings = drawn_settings(random.Random(seed))
+    settings = replace(drawn_settings(random.Random(seed)), calls=calls)
 
     def case(each: Together | None) -> None:
         program = Program(settings, seed, folder, each)

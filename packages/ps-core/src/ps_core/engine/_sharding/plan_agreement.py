@@ -68,7 +68,7 @@ class RanksPlanRequest(PlanRequest):
             {
                 "moments": [_row(moment, constant_bytes) for moment in recording.moments],
                 "activations": recording.activations.to_json(),
-                "calls": [[each.shapes, each.tokens] for each in (batch, *batch.later)],
+                "calls": [[each.shapes, each.tokens, each.part] for each in (batch, *batch.later)],
             }
             for recording, batch in recordings
         ]
@@ -134,7 +134,8 @@ class RanksPlanRequest(PlanRequest):
 
 def _batch(one_pass: dict[str, Any]) -> BatchShape:
     """Read the batches of a pass that a rank wrote."""
-    first, *later = (BatchShape(tuple(map(tuple, shapes)), tokens) for shapes, tokens in one_pass["calls"])
+    calls = ((tuple(map(tuple, shapes)), tokens, part) for shapes, tokens, part in one_pass["calls"])
+    first, *later = (BatchShape(shapes, tokens, part=part) for shapes, tokens, part in calls)
     return replace(first, later=tuple(later))
 
 

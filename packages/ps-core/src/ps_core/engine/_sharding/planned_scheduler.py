@@ -25,8 +25,10 @@ from ps_core._planner.search import Setup
 from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
+from ps_core.engine._execution.module_guards import called_part
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
+from ps_core.engine._execution.unplanned_passes import READ_OUTSIDE
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.speculative_steps import Stepping
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
@@ -43,7 +45,6 @@ from ps_core.engine._tracing.pass_recording import PassRecording
 
 _ASKED_EVERY = 64
 """Without an optimizer, ranks ask each other for new recordings at least once in so many passes."""
-_NOT_THE_MODEL = "several processes share it, and parts of it are called by themselves, or parameters read outside"
 _PLANS_AT_ONCE = 8
 """Number of plans that ranks make as soon as there is a new recording; then they wait for 2, 4, 8 ... steps."""
 
@@ -96,9 +97,6 @@ class RanksScheduler(PlanScheduler):
         elif not self._tried and torch.is_grad_enabled():
             self._foresee(module, args, kwargs)
             self._tried = True
-
-    def before_part(self) -> None:
-        """Do nothing: ranks plan no passes of parts of the model."""
 
     def _plan_between_passes(self) -> None:
         """Plan before a pass of a model without an optimizer, if it is time to ask and a rank has a new recording."""
@@ -172,6 +170,9 @@ class RanksScheduler(PlanScheduler):
         Whether a pass goes by the plan is decided by what is the same on all ranks.
         """
         plan, batch = self._plan, None if backward else self._batch
+        self._part = batch
+        if batch is None and training and not backward and self._setup.training:
+            batch = self._part = called_part()
         self._served, self._batch = batch, None
         if training and self._sums.passes and not self._engine.holds_gradients():
             self._sums.end_step()  # what there was, was forgotten
@@ -243,7 +244,7 @@ class RanksScheduler(PlanScheduler):
         passes = self._engine.passes
         trains = recording.training and self._setup.training and not passes.broke_off
         if trains and self._plan is None and self._found is None:
-            self._unplanned.note(recording, _NOT_THE_MODEL if batch is None else "")
+            self._unplanned.note(recording, READ_OUTSIDE if batch is None else "")
         if batch is None or passes.broke_off or not recording.complete or not passes.tracked:
             return
         if recording.training is not self._setup.training:

@@ -84,7 +84,7 @@ class BatchShape:
         shapes = tuple(tuple(map(max, mine, yours)) for mine, yours in pairs)
         both = zip_longest(self.later, other.later)
         later = tuple(mine.joined(yours) if mine and yours else mine or yours for mine, yours in both)
-        return BatchShape(shapes, max(self.tokens, other.tokens), later)
+        return BatchShape(shapes, max(self.tokens, other.tokens), later, part=self.part)
 
 
 def batch_of(args: Any, kwargs: Any) -> BatchShape:
