@@ -66,6 +66,8 @@ class FakeRecord:
 
 
 class FakeEngine:
+    processes = 1
+
     def __init__(self, model: nn.Module, loss_scale: LossScale | None = None) -> None:
         self.loss_scale = loss_scale
         self.records = [FakeRecord(name, parameter) for name, parameter in model.named_parameters()]
@@ -147,6 +149,9 @@ class FakeEngine:
             )
         for kind, flat in ((Kind.P32, param), (Kind.M, first), (Kind.V, second)):
             record.states[kind] = flat.view(record.shape)
+
+    def state_dict_value(self, value: torch.Tensor) -> torch.Tensor:
+        return value
 
     def read_state(self, record: FakeRecord, kind: Kind) -> torch.Tensor:
         return record.states[kind].clone()
