@@ -85,7 +85,7 @@ def with_trainer(together: Any, folder: Path, *, adapters: bool = False, precisi
 
 
 def with_accelerate(together: Any, folder: Path) -> Trained:
-    """Accumulation, a schedule, clipping off; the state saved, changed, and loaded."""
+    """A frozen parameter, a schedule; the state saved, changed, and loaded."""
     from accelerate import Accelerator
 
     from ps_core.integrations.accelerate import ChunkedAccelerator
@@ -95,8 +95,10 @@ def with_accelerate(together: Any, folder: Path) -> Trained:
     else:
         more = {"budget": Budget(**BUDGET), "precision": "fp32", "options": OPTIONS}
         accelerator = ChunkedAccelerator(cpu=True, **more, collectives=together)
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    model: Any = llama()
+    model.model.norm.requires_grad_(False)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01, fused=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     loader = DataLoader(ROWS, batch_size=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)

@@ -227,9 +227,13 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 "many, and add others by add_param_group"
             )
         found: dict[ParamState, StepSettings] = {}
+        of_groups: list[StepSettings] = []
         for index, (group, members) in enumerate(zip(self.param_groups, self._members, strict=True)):
             self._check_group(index, group, members)
-            found.update(dict.fromkeys(members, self.rule.read(index, group)))
+            of_groups.append(self.rule.read(index, group))
+            found.update(dict.fromkeys(members, of_groups[index]))
+        for record in self._unlisted:  # ranks compare the settings of all
+            found[record] = of_groups[self._groups_of[record]]
         return found.__getitem__
 
     def _check_group(self, index: int, group: dict[str, Any], members: Sequence[ParamState]) -> None:

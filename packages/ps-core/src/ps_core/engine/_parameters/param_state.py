@@ -31,7 +31,7 @@ TAIL_NUMEL = 64
 """A group's elements are padded to a multiple of this, so that chunks are multiples of 128 bytes."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class ParamState:
     """The engine's record of one managed parameter."""
 
@@ -260,7 +260,7 @@ class CommonWeights:
     """Returns the group's pages to the system, once no rank uses them."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class ParamGroup:
     """One group: whole tensors that move together, and the chunk of each kind of their data."""
 
