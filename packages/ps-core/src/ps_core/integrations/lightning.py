@@ -5,6 +5,7 @@ Several processes take `ChunkedParallelStrategy`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -164,6 +165,15 @@ class ChunkedStrategy(_ManagedStrategy, SingleDeviceStrategy):
         self._settings = ManagedSettings(
             budget=budget or Budget(), precision=precision, device=managed_device, options=options or Options()
         )
+
+    def setup_environment(self) -> None:
+        """Begin a run; raise `InvalidInput` if torchrun has started several processes."""
+        if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise InvalidInput(
+                f"{processes} processes run this program, and ChunkedStrategy would train a model in each: use "
+                "ChunkedParallelStrategy(ps_dist.connect(), ...), with the same arguments"
+            )
+        super().setup_environment()
 
 
 class ChunkedParallelStrategy(_ManagedStrategy, DDPStrategy):
