@@ -14,6 +14,7 @@ import pytest
 HERE = Path(__file__).parent
 NEEDS = {
     "trainer": ("transformers", "accelerate"),
+    "generation": ("transformers", "accelerate"),
     "adapters": ("transformers", "accelerate", "peft"),
     "accelerate": ("transformers", "accelerate"),
     "lightning": ("transformers", "lightning"),

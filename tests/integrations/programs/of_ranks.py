@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,20 @@ EVALUATED = ROWS[:7]
 """So few that one process gets one fewer than the other."""
 BUDGET = {"device": 320_000, "host": "64MiB"}
 OPTIONS = Options(group_bytes=8192, poison=True)
+TOLD: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "learning_rate": 0.01,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.0,
+    "seed": 3,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""What the Trainer is told in all of its programs."""
+MEMORY = {"managed_device": "emulated", "device_memory": str(BUDGET["device"]), "host_memory": BUDGET["host"]}
 Trained = tuple[Any, list[Any]]
 """The model, and numbers that were logged on the way."""
 
@@ -42,33 +58,22 @@ def with_trainer(together: Any, folder: Path, *, adapters: bool = False, precisi
 
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
-    told = {
+    told = TOLD | {
         "output_dir": str(folder),
         "max_steps": 6,
-        "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
-        "logging_steps": 1,
         "eval_strategy": "steps",
         "eval_steps": 2,
         "save_steps": 2,
         "load_best_model_at_end": True,
         "greater_is_better": True,  # so that the best is an earlier one
         "metric_for_best_model": "eval_loss",
-        "learning_rate": 0.01,
-        "weight_decay": 0.1,
-        "max_grad_norm": 0.0,
-        "seed": 3,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
     }
     rows = {"train_dataset": ROWS, "eval_dataset": EVALUATED}
     if together is None:
         trainer = Trainer(model, TrainingArguments(**told), **rows)
     else:
-        memory = {"managed_device": "emulated", "device_memory": str(BUDGET["device"]), "host_memory": BUDGET["host"]}
-        arguments = ChunkedTrainingArguments(**told, **memory, precision=precision)
+        arguments = ChunkedTrainingArguments(**told, **MEMORY, precision=precision)
         with pytest.raises(InvalidInput, match="runs 2 processes, and collectives= joins 1"):
             Small(model, arguments, **rows)
         trainer = Small(model, arguments, **rows, collectives=together)
@@ -166,8 +171,60 @@ def with_lightning(together: Any, folder: Path) -> Trained:
     return module.network, found
 
 
+def with_generation(together: Any, folder: Path) -> Trained:
+    """Predictions that are generated, on one process for longer; the optimizer's file on each of two computers."""
+    from accelerate.utils import gather_object
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    from ps_core.integrations.transformers import ManagedArguments, ManagedTrainerMixin
+
+    @dataclass
+    class Arguments(ManagedArguments, Seq2SeqTrainingArguments):  # type: ignore[misc]
+        """Its fields are those of both."""
+
+    class Small(ManagedTrainerMixin, Seq2SeqTrainer):  # type: ignore[misc]
+        def engine_options(self) -> Options:
+            return OPTIONS
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    model: Any = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+    model.generation_config.update(do_sample=True, eos_token_id=[1, 2, 3, 4, 5, 6])  # rows end at different lengths
+    told = TOLD | {"output_dir": str(folder), "max_steps": 2, "save_strategy": "no", "per_device_eval_batch_size": 1}
+    told |= {
+        "save_on_each_node": True,
+        "per_device_train_batch_size": 1,
+        "predict_with_generate": True,
+        "generation_max_length": 24,
+    }
+    if together is None:
+        trainer = Seq2SeqTrainer(model, Seq2SeqTrainingArguments(**told), train_dataset=ROWS)
+    else:
+        trainer = Small(model, Arguments(**told, **MEMORY, precision="fp32"), train_dataset=ROWS, collectives=together)
+    trainer.train()
+    lengths: list[int] = []
+    generate = model.generate
+
+    def counted(**named: Any) -> Any:
+        tokens = generate(**named)
+        lengths.append(tokens.shape[1])
+        return tokens
+
+    model.generate = counted
+    found = trainer.predict(EVALUATED)
+    del model.generate
+    assert len(set(map(tuple, gather_object([lengths])))) == 2, "both wrote as many tokens in every batch"
+    computer = folder / str(trainer.args.process_index)
+    computer.mkdir()
+    trainer._save_optimizer_and_scheduler(str(computer))
+    state = torch.load(computer / "optimizer.pt")["state"]
+    assert not any(value.is_meta for entry in state.values() for value in entry.values())
+    return model, [found.predictions.tolist(), found.metrics["test_loss"], lengths]
+
+
 LIBRARIES: dict[str, Callable[..., Trained]] = {
     "trainer": with_trainer,
+    "generation": with_generation,
     "accelerate": with_accelerate,
     "lightning": with_lightning,
 }
@@ -176,6 +233,8 @@ LIBRARIES: dict[str, Callable[..., Trained]] = {
 def main(library: str, folder: Path) -> None:
     """Write whether weights and logged numbers are equal to the last bit, and what the engine counted."""
     options = {"adapters": True} if library == "adapters" else {}
+    if library == "generation":
+        os.environ["LOCAL_RANK"] = "0"  # the first process of its computer
     train = LIBRARIES["trainer" if options else library]
     plain, expected = train(None, folder / "plain", **options)
     with ps_dist.connect(timeout_s=60) as together:

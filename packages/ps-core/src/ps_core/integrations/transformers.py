@@ -12,7 +12,7 @@ built on these, such as those of TRL, put the two mixins first::
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from ps_core.integrations._missing import missing
 from ps_core.integrations._torch_optimizers import ManagedSettings, check_connected, manage_with
 
 try:
-    from transformers import Trainer, TrainingArguments
+    from transformers import GenerationMixin, Trainer, TrainingArguments
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, _is_peft_model
 
     from ps_core.integrations.accelerate import AcceleratorOfRanks
@@ -126,21 +126,35 @@ class ManagedTrainerMixin:
             self.accelerator.scaler = self.optimizer.scaler
         return self.optimizer
 
+    def training_step(self, *arguments: Any, **named: Any) -> Any:
+        """Train on a batch; where processes share the model, ``generate`` computes on all until the last one ends."""
+        with _generates_together(self.model, self.args.world_size):
+            return super().training_step(*arguments, **named)  # type: ignore[misc]  # Trainer's, which comes next
+
+    def prediction_step(self, *arguments: Any, **named: Any) -> Any:
+        """Evaluate a batch; where processes share the model, ``generate`` computes on all until the last one ends."""
+        with _generates_together(self.model, self.args.world_size):
+            return super().prediction_step(*arguments, **named)  # type: ignore[misc]  # Trainer's, which comes next
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and self.args.world_size > 1 and is_managed(self.model):
-            with rank0_only(self.model):
-                state_dict = self.model.state_dict()  # all processes take part, and one of them writes
+            with self._kept_by_writers():
+                state_dict = self.model.state_dict()  # all processes take part
         super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]  # Trainer's, which comes next
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.args.world_size == 1:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]  # Trainer's, which comes next
             return
-        with rank0_only(self.model):
-            state = self.optimizer.state_dict()  # all processes take part, and one of them writes
+        with self._kept_by_writers():
+            state = self.optimizer.state_dict()  # all processes take part
         if self.args.should_save:
             torch.save(state, Path(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _kept_by_writers(self) -> AbstractContextManager[None]:
+        """Keep values of state dicts on the main process alone, unless a process of each computer writes them."""
+        return nullcontext() if self.args.save_on_each_node else rank0_only(self.model)
 
     def _load_from_checkpoint(self, *arguments: Any, **named: Any) -> None:
         with _adapters_as_they_are(self.model):
@@ -169,6 +183,20 @@ def _adapters_as_they_are(model: Any) -> Iterator[None]:
         yield
     finally:
         del model.load_adapter
+
+
+@contextmanager
+def _generates_together(model: Any, processes: int) -> Iterator[None]:
+    """Make ``generate`` of a model that processes share compute on all of them until the last one ends."""
+    shared = processes > 1 and is_managed(model)
+    writers = [each for each in model.modules() if isinstance(each, GenerationMixin)] if shared else []
+    try:
+        for each in writers:
+            each._is_fsdp_managed_module = True  # what transformers asks for it
+        yield
+    finally:
+        for each in writers:
+            each._is_fsdp_managed_module = False
 
 
 @contextmanager
