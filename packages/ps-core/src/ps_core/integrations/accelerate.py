@@ -31,7 +31,7 @@ _PARTS = (
 """Code, for errors, that prepares two models with one accelerator."""
 
 
-class AcceleratorOfRanks(Accelerator):
+class ManagedAccelerator(Accelerator):
     """An `Accelerator` that leaves it to the engine to share a managed model between processes."""
 
     def prepare_model(
@@ -56,7 +56,7 @@ class AcceleratorOfRanks(Accelerator):
         super().backward(loss if self.num_processes == 1 else loss / self.num_processes, **named)
 
 
-class ChunkedAccelerator(AcceleratorOfRanks):
+class ChunkedAccelerator(ManagedAccelerator):
     """An `Accelerator` whose `prepare` puts the model under management, with the settings of the optimizer."""
 
     def __init__(

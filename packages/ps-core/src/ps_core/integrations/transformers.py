@@ -29,7 +29,7 @@ try:
     from transformers import GenerationMixin, Trainer, TrainingArguments
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, _is_peft_model
 
-    from ps_core.integrations.accelerate import AcceleratorOfRanks
+    from ps_core.integrations.accelerate import ManagedAccelerator
 except ModuleNotFoundError as error:
     raise missing(error, "transformers") from error
 
@@ -91,7 +91,7 @@ class ManagedTrainerMixin:
         """Make the accelerator, and leave it to the engine to share the model between processes."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]  # Trainer's, which comes next
         check_connected(self._collectives, self.args.world_size)
-        self.accelerator.__class__ = AcceleratorOfRanks  # Trainer has no place to pass one in
+        self.accelerator.__class__ = ManagedAccelerator  # Trainer has no place to pass one in
 
     def engine_options(self) -> Options:
         """Return the engine's `Options`; a subclass may return others."""
