@@ -5,6 +5,7 @@ Results have the bits of one process.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -153,3 +154,21 @@ def test_they_follow_one_plan_with_the_bits_of_one_process(name: str, ranks: int
         assert memory.peak_bytes <= memory.budget_bytes
         assert loss in (evaluated_before, parts_alone) or counted.passes == STEPS, "all calls are one pass"
         assert counted.planned_passes - counted.divergences >= planned, counted
+
+
+def many_times(model: Any, step: int, rank: int) -> Tensor:
+    """More calls than a plan is made for."""
+    x = batch(step, rank, rows=1)
+    losses = [model(x + call).square().mean() for call in range(17)]
+    return torch.stack(losses).sum()
+
+
+def test_many_calls_run_without_a_plan_and_one_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    expected, _ = trained(None, many_times, 2, "fp32")
+    with caplog.at_level(logging.INFO, logger="ps_core"):
+        found, _ = run(2, trained, many_times, 2, "fp32")
+    for values, counted in found:
+        assert all(torch.equal(values[each], value) for each, value in expected.items())
+        assert counted.planned_passes == 0
+    (line,) = [each for each in caplog.messages if "no plan" in each]
+    assert line.endswith("run on demand: the model is called within backward, or many times before backward")
