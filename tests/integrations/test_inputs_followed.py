@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,24 +122,38 @@ provoked(
 )
 
 
-@case("this library runs {} processes, and collectives= joins {}: pass collectives=ps_dist.connect()")
+@case("processes run this program, and each would train a model of its own: pass collectives=ps_dist.connect()")
 def several_processes() -> None:
     """`test_several_processes` follows it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_accelerate.Accelerator, "num_processes", 2)
-        with refused("this library runs 2 processes, and collectives= joins 1"):
+        with refused("2 processes run this program"):
             joined()
     fresh()
 
 
-@case("processes train this model, and chunked(...) was told of {}: pass it collectives=ps_dist.connect()")
+@case("collectives: expected what ps_dist.connect() returned, found {}")
+def no_collectives() -> None:
+    with refused("collectives: expected what ps_dist.connect() returned, found True"):
+        joined(collectives=True)
+    joined(collectives=SimpleNamespace(processes=1))
+
+
+@case("the library runs {} processes, but ps_dist.connect() joined {}: start the program by torchrun")
+def unequal_numbers() -> None:
+    with refused("the library runs 1 processes, but ps_dist.connect() joined 2"):
+        joined(collectives=SimpleNamespace(processes=2))
+    joined(collectives=SimpleNamespace(processes=1))
+
+
+@case("processes train this model, and chunked(...) shares it between {}: pass it collectives=ps_dist.connect()")
 def managed_by_one() -> None:
     """`test_several_processes` follows it."""
     model, optimizer = chunked(llama(), AdamW(), device="emulated", budget=Budget(device=400_000, host="64MiB"))
     accelerator = joined()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_accelerate.Accelerator, "num_processes", 2)
-        with refused("2 processes train this model, and chunked(...) was told of 1"):
+        with refused("2 processes train this model, and chunked(...) shares it between 1"):
             accelerator.prepare(model, optimizer)
     prepared(model, optimizer)
 
@@ -242,7 +257,7 @@ def fit(module: Any, told: Any = None, **more: Any) -> None:
 
 
 provoked(
-    "does not go with a memory budget: leave it out; ChunkedStrategy(precision=...) says what is computed in",
+    "does not go with a memory budget: leave it out; {}(precision=...) says what is computed in",
     lambda: fit(Module(), precision="bf16-mixed"),
     lambda: fit(Module()),
     lambda: fit(Module(), ChunkedStrategy(budget=MODEL_BUDGET, precision="bf16")),
@@ -253,6 +268,16 @@ provoked(
     lambda: fit(Module(1)),
     lambda: fit(Grouped()),
 )
+
+
+@case("processes run this program, and ChunkedStrategy would train a model in each: use ChunkedParallelStrategy")
+def the_other_strategy() -> None:
+    """`test_several_processes` follows it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        with refused("use ChunkedParallelStrategy(ps_dist.connect(), ...)"):
+            fit(Module())
+    fit(Module())
 
 
 # The Trainer.
@@ -281,17 +306,14 @@ provoked(
 @case("the Trainer was given an optimizer of its own: leave optimizers= out, or call chunked(...) yourself")
 def an_optimizer_of_its_own() -> None:
     model = llama()
-    with refused("hand its model and optimizer to transformers.Trainer"):
+    with refused("pass its model and optimizer to this trainer"):
         trainer(model, arguments(), optimizers=(adam(model), None))
     trainer(model, arguments())
     model, optimizer = chunked(llama(), AdamW(), device="emulated", budget=Budget(device=400_000, host="64MiB"))
-    told = transformers.TrainingArguments(
-        output_dir=".", max_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True
-    )
-    trainer(model, told, transformers.Trainer, optimizers=(optimizer, None))
+    trainer(model, arguments(), optimizers=(optimizer, None))
 
 
-@case("devices: this trainer uses one device in each process; set CUDA_VISIBLE_DEVICES to one, or start torchrun")
+@case("devices and uses one: set CUDA_VISIBLE_DEVICES to one, or start torchrun")
 def several_cards() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_transformers.ManagedArguments, "n_gpu", 2, raising=False)

@@ -339,10 +339,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(InvalidInput, match="configure_optimizers returned 2 optimizers"):
         fit(Two(), tmp_path, strategy())
-
-
-def test_several_processes_need_the_other_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process would train a model of its own, and all would write the same files."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InvalidInput, match=r"2 processes .* ChunkedParallelStrategy\(ps_dist.connect\(\), ...\)"):
-        fit(Automatic(), tmp_path, strategy())

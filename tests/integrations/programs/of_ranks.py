@@ -74,7 +74,7 @@ def with_trainer(together: Any, folder: Path, *, adapters: bool = False, precisi
         trainer = Trainer(model, TrainingArguments(**told), **rows)
     else:
         arguments = ChunkedTrainingArguments(**told, **MEMORY, precision=precision)
-        with pytest.raises(InvalidInput, match="runs 2 processes, and collectives= joins 1"):
+        with pytest.raises(InvalidInput, match="2 processes run this program"):
             Small(model, arguments, **rows)
         trainer = Small(model, arguments, **rows, collectives=together)
     trainer.train()

@@ -1,4 +1,4 @@
-"""Make state dicts whose values rank 0 alone keeps."""
+"""Make state dicts that have values on rank 0 only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ps_core.engine._execution.hooks import hooks_of
 
 
 def rank0_only(model: nn.Module) -> AbstractContextManager[None]:
-    """Make state dicts of the model and its optimizer in this block, with values on rank 0 alone.
+    """Make state dicts of the model and its optimizer have values on rank 0 only, inside this block.
 
-    All ranks call ``state_dict()``. Rank 0 gets what it always gets. The others get tensors on device ``meta``, which
-    take no memory. One process keeps all values.
+    All ranks must call ``state_dict()``. On other ranks managed parameters and optimizer states are tensors on device
+    ``meta``; buffers are not changed. With one process this changes nothing.
     """
     return _Rank0Only(hooks_of(model).engine)
 

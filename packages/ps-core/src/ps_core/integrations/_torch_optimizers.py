@@ -42,7 +42,7 @@ class ManagedSettings:
     options: Options = field(default_factory=Options)
     accumulation_steps: int = 1
     collectives: Any = None
-    """What `ps_dist.connect` returned, if several processes train the model. (Any: the engine checks it.)"""
+    """What `ps_dist.connect` returned, if several processes train the model. (Any: `check_connected` checks it.)"""
 
     def device_for(self, inputs: torch.device) -> str:
         """Return the device to manage the model on, where ``inputs`` is the device of the library's batches."""
@@ -55,11 +55,17 @@ class ManagedSettings:
 
 def check_connected(collectives: Any, processes: int) -> None:
     """Raise `InvalidInput` unless what ``ps_dist.connect()`` returned joins as many processes as the library has."""
-    joined = 1 if collectives is None else collectives.processes
-    if joined != processes:
+    if collectives is None and processes > 1:
         raise InvalidInput(
-            f"this library runs {processes} processes, and collectives= joins {joined}: pass "
-            "collectives=ps_dist.connect() in a program that torchrun has started"
+            f"{processes} processes run this program, and each would train a model of its own: pass "
+            "collectives=ps_dist.connect()"
+        )
+    if collectives is not None and not hasattr(collectives, "processes"):
+        raise InvalidInput(f"collectives: expected what ps_dist.connect() returned, found {collectives!r}")
+    if collectives is not None and collectives.processes != processes:
+        raise InvalidInput(
+            f"the library runs {processes} processes, but ps_dist.connect() joined {collectives.processes}: start the "
+            "program by torchrun, call connect() first, and give Lightning's Trainer devices= and num_nodes= alike"
         )
 
 

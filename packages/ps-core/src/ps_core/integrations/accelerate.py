@@ -32,7 +32,7 @@ _PARTS = (
 
 
 class ManagedAccelerator(Accelerator):
-    """An `Accelerator` that leaves it to the engine to share a managed model between processes."""
+    """An `Accelerator` that does not wrap managed models: the engine shares them between processes."""
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -43,16 +43,16 @@ class ManagedAccelerator(Accelerator):
         return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Prepare an optimizer; raise `InvalidInput` if other processes share its model than Accelerate runs."""
+        """Prepare an optimizer; raise `InvalidInput` if another number of processes shares its model."""
         if isinstance(optimizer, ChunkedOptimizer) and optimizer.processes != self.num_processes:
             raise InvalidInput(
-                f"{self.num_processes} processes train this model, and chunked(...) was told of {optimizer.processes}: "
-                "pass it collectives=ps_dist.connect() in a program that torchrun has started"
+                f"{self.num_processes} processes train this model, and chunked(...) shares it between "
+                f"{optimizer.processes}: pass it collectives=ps_dist.connect() in a program that torchrun has started"
             )
         return super().prepare_optimizer(optimizer, device_placement)
 
     def backward(self, loss: Tensor, **named: Any) -> None:
-        """Compute gradients whose sum over the processes is their average, as `DistributedDataParallel` has it."""
+        """Divide the loss by the number of processes, because the engine sums gradients; then call backward."""
         super().backward(loss if self.num_processes == 1 else loss / self.num_processes, **named)
 
 
@@ -146,18 +146,18 @@ class ChunkedAccelerator(ManagedAccelerator):
         return super().prepare_optimizer(optimizer, device_placement)
 
     def save_state(self, *arguments: Any, **named: Any) -> str:
-        """Save as Accelerate does; where several processes share a model, the main one alone holds all values."""
-        with self._kept_by_writers(self._models):
+        """Save as Accelerate does; where several processes share a model, rank 0 alone holds all values."""
+        with self._values_on_rank_0(self._models):
             return super().save_state(*arguments, **named)  # type: ignore[no-any-return]
 
     def save_model(self, model: nn.Module, *arguments: Any, **named: Any) -> None:
-        """Save the weights as Accelerate does; where several processes share them, the main one alone holds all."""
-        with self._kept_by_writers([model]):
+        """Save the weights as Accelerate does; where several processes share them, rank 0 alone holds all."""
+        with self._values_on_rank_0([model]):
             super().save_model(model, *arguments, **named)
 
     @contextmanager
-    def _kept_by_writers(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """Keep values of state dicts on the main process alone, unless a process of each computer writes them."""
+    def _values_on_rank_0(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Keep values of state dicts on rank 0 alone; with ``save_on_each_node`` keep them on all processes."""
         with ExitStack() as stack:
             for each in models:
                 if is_managed(each) and not self.project_configuration.save_on_each_node:

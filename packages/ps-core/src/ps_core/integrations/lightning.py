@@ -58,7 +58,7 @@ class ChunkedPrecision(Precision):
 
 
 class _ManagedStrategy(Strategy):
-    """What strategies have in common whose model stays within a budget."""
+    """Base of the two strategies: manage the model, and step by the engine's optimizer."""
 
     optimizers: list[Any]
     _settings: ManagedSettings
@@ -80,7 +80,7 @@ class _ManagedStrategy(Strategy):
         if plugin is not None and type(plugin) is not Precision:
             raise InvalidInput(
                 f"Trainer(precision={plugin.precision!r}) does not go with a memory budget: leave it out; "
-                "ChunkedStrategy(precision=...) says what is computed in"
+                f"{type(self).__name__}(precision=...) says what is computed in"
             )
         self._precision_plugin = None if plugin is None else ChunkedPrecision(self)
 
@@ -139,11 +139,11 @@ class _ManagedStrategy(Strategy):
 
 
 class ChunkedStrategy(_ManagedStrategy, SingleDeviceStrategy):
-    """Train in one process whose model stays within a budget.
+    """Train in one process, with the model within a budget.
 
     The only child of the `LightningModule` with parameters is managed: a call of it is a whole pass. If parameters are
     in several places, the `LightningModule` itself is managed. The model stays under management after ``fit``: call
-    `release` with the child when training is over.
+    ``release(module)`` when training is over.
     """
 
     strategy_name = "chunked"
@@ -171,7 +171,7 @@ class ChunkedStrategy(_ManagedStrategy, SingleDeviceStrategy):
         if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise InvalidInput(
                 f"{processes} processes run this program, and ChunkedStrategy would train a model in each: use "
-                "ChunkedParallelStrategy(ps_dist.connect(), ...), with the same arguments"
+                "ChunkedParallelStrategy(ps_dist.connect(), ...), without device=, and Trainer(devices=...)"
             )
         super().setup_environment()
 
@@ -193,7 +193,10 @@ class ChunkedParallelStrategy(_ManagedStrategy, DDPStrategy):
         managed_device: str = "auto",
         options: Options | None = None,
     ) -> None:
-        """Make the strategy; ``collectives``: what ``ps_dist.connect()`` returned; ``Trainer`` needs ``devices=``."""
+        """Make the strategy; ``collectives`` is what ``ps_dist.connect()`` returned.
+
+        ``Trainer(devices=...)`` must be the number of processes of a node.
+        """
         super().__init__()
         self._settings = ManagedSettings(
             budget=budget or Budget(),
@@ -204,7 +207,7 @@ class ChunkedParallelStrategy(_ManagedStrategy, DDPStrategy):
         )
 
     def setup_environment(self) -> None:
-        """Find this process's rank; raise `InvalidInput` if Lightning counts other processes than were joined."""
+        """Find this process's rank; raise `InvalidInput` if Lightning runs another number of processes."""
         check_connected(self._settings.collectives, self.num_nodes * self.num_processes)
         super().setup_environment()
 

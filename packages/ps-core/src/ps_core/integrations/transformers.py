@@ -102,14 +102,14 @@ class ManagedTrainerMixin:
         if self.optimizer is not None and not is_managed(self.model):
             raise InvalidInput(
                 "the Trainer was given an optimizer of its own: leave optimizers= out, or call chunked(...) yourself "
-                "and hand its model and optimizer to transformers.Trainer"
+                "and pass its model and optimizer to this trainer"
             )
         if self.optimizer is not None:
             return self.optimizer
         if self.args.n_gpu > 1:
             raise InvalidInput(
-                f"one process with {self.args.n_gpu} devices: this trainer uses one device in each process; set "
-                f"CUDA_VISIBLE_DEVICES to one, or start torchrun --nproc-per-node={self.args.n_gpu}"
+                f"this process sees {self.args.n_gpu} devices and uses one: set CUDA_VISIBLE_DEVICES to one, or start "
+                f"torchrun --nproc-per-node={self.args.n_gpu} and pass collectives=ps_dist.connect()"
             )
         with _all_trained(self.model):
             made = super().create_optimizer(model)  # type: ignore[misc]  # Trainer's, which comes next
@@ -127,18 +127,18 @@ class ManagedTrainerMixin:
         return self.optimizer
 
     def training_step(self, *arguments: Any, **named: Any) -> Any:
-        """Train on a batch; where processes share the model, ``generate`` computes on all until the last one ends."""
+        """Train on a batch; ``generate`` runs forward passes on every process until all have finished."""
         with _generates_together(self.model, self.args.world_size):
             return super().training_step(*arguments, **named)  # type: ignore[misc]  # Trainer's, which comes next
 
     def prediction_step(self, *arguments: Any, **named: Any) -> Any:
-        """Evaluate a batch; where processes share the model, ``generate`` computes on all until the last one ends."""
+        """Evaluate a batch; ``generate`` runs forward passes on every process until all have finished."""
         with _generates_together(self.model, self.args.world_size):
             return super().prediction_step(*arguments, **named)  # type: ignore[misc]  # Trainer's, which comes next
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and self.args.world_size > 1 and is_managed(self.model):
-            with self._kept_by_writers():
+            with self._values_on_rank_0():
                 state_dict = self.model.state_dict()  # all processes take part
         super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]  # Trainer's, which comes next
 
@@ -146,14 +146,14 @@ class ManagedTrainerMixin:
         if self.args.world_size == 1:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]  # Trainer's, which comes next
             return
-        with self._kept_by_writers():
+        with self._values_on_rank_0():
             state = self.optimizer.state_dict()  # all processes take part
         if self.args.should_save:
             torch.save(state, Path(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
-    def _kept_by_writers(self) -> AbstractContextManager[None]:
-        """Keep values of state dicts on the main process alone, unless a process of each computer writes them."""
+    def _values_on_rank_0(self) -> AbstractContextManager[None]:
+        """Keep values of state dicts on rank 0 alone; with ``save_on_each_node`` keep them on all processes."""
         return nullcontext() if self.args.save_on_each_node else rank0_only(self.model)
 
     def _load_from_checkpoint(self, *arguments: Any, **named: Any) -> None:
@@ -187,15 +187,15 @@ def _adapters_as_they_are(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _generates_together(model: Any, processes: int) -> Iterator[None]:
-    """Make ``generate`` of a model that processes share compute on all of them until the last one ends."""
+    """Make ``generate`` of a shared model run forward passes on every process until all have finished."""
     shared = processes > 1 and is_managed(model)
-    writers = [each for each in model.modules() if isinstance(each, GenerationMixin)] if shared else []
+    generators = [each for each in model.modules() if isinstance(each, GenerationMixin)] if shared else []
     try:
-        for each in writers:
+        for each in generators:
             each._is_fsdp_managed_module = True  # what transformers asks for it
         yield
     finally:
-        for each in writers:
+        for each in generators:
             each._is_fsdp_managed_module = False
 
 

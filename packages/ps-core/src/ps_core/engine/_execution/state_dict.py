@@ -96,7 +96,7 @@ class StateDicts:
             return self.copies.add(record, self.value(self._read(record)))
 
     def put_on_meta(self, *, on: bool) -> bool:
-        """Keep no values of state dicts from now on, or keep them; return what was set before."""
+        """Set whether state dicts get tensors on ``meta`` in place of values; return the setting before."""
         before, self._on_meta = self._on_meta, on
         return before
 

@@ -20,7 +20,7 @@ class UnplannedPasses:
         self._told = False
 
     def note(self, recording: PassRecording, why: str) -> None:
-        """Note a pass without a plan; ``why`` no plan can be made from it, if that is not in what was recorded."""
+        """Note a pass without a plan; ``why``: the reason, if the recording has none of its own."""
         why = recording.why_incomplete or why
         self._in_a_row = self._in_a_row + 1 if why else 0
         if self._in_a_row >= _TOLD_AFTER and not self._told:
