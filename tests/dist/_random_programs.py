@@ -76,7 +76,7 @@ class Part:
     names: tuple[str, ...]
     fails: bool = False
     calls: str = "once"
-    """How the loop calls the model: once, twice, only its layers, or itself and one layer."""
+    """One of `CALLS`: the model once, the model twice, its layers alone, or the model and then one layer."""
 
     def run(self, model: Any) -> torch.Tensor:
         x = torch.randn(self.rows, WIDTH, generator=torch.Generator().manual_seed(self.seed))

@@ -109,11 +109,11 @@ def parts_alone(model: Any, step: int, rank: int) -> Tensor:
 LOSSES: dict[str, tuple[Loss, int]] = {
     "siamese": (siamese, STEPS - 1),
     "teacher between": (teacher_between, STEPS - 1),
-    "more on one rank": (more_on_one_rank, STEPS - 2),
+    "more on one rank": (more_on_one_rank, STEPS - 1),
     "evaluated before": (evaluated_before, STEPS - 1),
     "parts": (parts, STEPS - 1),
     "parts and model": (parts_and_model, STEPS - 2),
-    "other parts": (other_parts, STEPS - 2),
+    "other parts": (other_parts, STEPS - 1),
     "parts alone": (parts_alone, STEPS - 1),
     "larger at times": (larger_at_times, STEPS - 2),
 }

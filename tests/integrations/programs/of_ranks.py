@@ -36,7 +36,7 @@ TOLD: dict[str, Any] = {
     "disable_tqdm": True,
     "dataloader_pin_memory": False,
 }
-"""What the Trainer is told in all of its programs."""
+"""Arguments of the Trainer that all cases share."""
 MEMORY = {"managed_device": "emulated", "device_memory": str(BUDGET["device"]), "host_memory": BUDGET["host"]}
 Trained = tuple[Any, list[Any]]
 """The model, and numbers that were logged on the way."""
@@ -180,7 +180,7 @@ def with_generation(together: Any, folder: Path) -> Trained:
 
     @dataclass
     class Arguments(ManagedArguments, Seq2SeqTrainingArguments):  # type: ignore[misc]
-        """Its fields are those of both."""
+        """Add the fields of `ManagedArguments` to those of the library."""
 
     class Small(ManagedTrainerMixin, Seq2SeqTrainer):  # type: ignore[misc]
         def engine_options(self) -> Options:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from ps_core import SGD, Adam, AdamW, Budget, Group, InvalidInput, Options, Precision, TorchOptimizer
 from ps_core._options import check_unused
-from ps_core.engine import ChunkedOptimizer, chunked, release
+from ps_core.engine import ChunkedOptimizer, chunked, is_managed, rank0_only, release
 
 _SPECS: dict[type, Any] = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, torch.optim.SGD: SGD}
 _NUMBERS = {
@@ -42,7 +43,7 @@ class ManagedSettings:
     options: Options = field(default_factory=Options)
     accumulation_steps: int = 1
     collectives: Any = None
-    """What `ps_dist.connect` returned, if several processes train the model. (Any: `check_connected` checks it.)"""
+    """The result of ``ps_dist.connect()``; None: one process trains the model. (Any: `check_connected` checks it.)"""
 
     def device_for(self, inputs: torch.device) -> str:
         """Return the device to manage the model on, where ``inputs`` is the device of the library's batches."""
@@ -67,6 +68,16 @@ def check_connected(collectives: Any, processes: int) -> None:
             f"the library runs {processes} processes, but ps_dist.connect() joined {collectives.processes}: start the "
             "program by torchrun, call connect() first, and give Lightning's Trainer devices= and num_nodes= alike"
         )
+
+
+@contextmanager
+def values_on_rank_0(models: Iterable[nn.Module], *, every_process: bool = False) -> Iterator[None]:
+    """Keep values of the models' state dicts on rank 0 alone; ``every_process``: keep them on all processes."""
+    with ExitStack() as stack:
+        for each in models:
+            if is_managed(each) and not every_process:
+                stack.enter_context(rank0_only(each))
+        yield
 
 
 def manage(

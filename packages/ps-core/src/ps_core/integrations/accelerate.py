@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 
 from ps_core import Budget, InvalidInput, Options
 from ps_core._options import check_unused
-from ps_core.engine import ChunkedOptimizer, is_managed, rank0_only
+from ps_core.engine import ChunkedOptimizer, is_managed
 from ps_core.integrations._missing import missing
-from ps_core.integrations._torch_optimizers import ManagedSettings, check_connected, manage_with
+from ps_core.integrations._torch_optimizers import ManagedSettings, check_connected, manage_with, values_on_rank_0
 
 try:
     from accelerate import Accelerator
@@ -147,22 +146,13 @@ class ChunkedAccelerator(ManagedAccelerator):
 
     def save_state(self, *arguments: Any, **named: Any) -> str:
         """Save as Accelerate does; where several processes share a model, rank 0 alone holds all values."""
-        with self._values_on_rank_0(self._models):
+        with values_on_rank_0(self._models, every_process=self.project_configuration.save_on_each_node):
             return super().save_state(*arguments, **named)  # type: ignore[no-any-return]
 
     def save_model(self, model: nn.Module, *arguments: Any, **named: Any) -> None:
         """Save the weights as Accelerate does; where several processes share them, rank 0 alone holds all."""
-        with self._values_on_rank_0([model]):
+        with values_on_rank_0([model], every_process=self.project_configuration.save_on_each_node):
             super().save_model(model, *arguments, **named)
-
-    @contextmanager
-    def _values_on_rank_0(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """Keep values of state dicts on rank 0 alone; with ``save_on_each_node`` keep them on all processes."""
-        with ExitStack() as stack:
-            for each in models:
-                if is_managed(each) and not self.project_configuration.save_on_each_node:
-                    stack.enter_context(rank0_only(each))
-            yield
 
 
 def _not_together(by: str, models: int, optimizers: int) -> InvalidInput:

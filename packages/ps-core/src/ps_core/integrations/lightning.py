@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ps_core import Budget, InvalidInput, Options
-from ps_core.engine import ChunkedOptimizer, is_managed, rank0_only
+from ps_core.engine import ChunkedOptimizer, is_managed
 from ps_core.integrations._missing import missing
 from ps_core.integrations._torch_optimizers import (
     ManagedSettings,
@@ -23,6 +23,7 @@ from ps_core.integrations._torch_optimizers import (
     manage,
     manage_before_training,
     manage_with,
+    values_on_rank_0,
 )
 
 try:
@@ -213,12 +214,12 @@ class ChunkedParallelStrategy(_ManagedStrategy, DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the model's state dict; values are on rank 0, which writes checkpoints."""
-        with rank0_only(self.managed_module):
+        with values_on_rank_0([self.managed_module]):
             return super().lightning_module_state_dict()  # type: ignore[no-any-return]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the optimizer's state dict; values are on rank 0, which writes checkpoints."""
-        with rank0_only(self.managed_module):
+        with values_on_rank_0([self.managed_module]):
             return super().optimizer_state(optimizer)  # type: ignore[no-any-return]
 
     def teardown(self) -> None:

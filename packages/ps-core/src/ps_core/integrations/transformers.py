@@ -12,7 +12,7 @@ built on these, such as those of TRL, put the two mixins first::
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from ps_core import Budget, InvalidInput, Options
-from ps_core.engine import is_managed, rank0_only, statistics
+from ps_core.engine import is_managed, statistics
 from ps_core.integrations._missing import missing
-from ps_core.integrations._torch_optimizers import ManagedSettings, check_connected, manage_with
+from ps_core.integrations._torch_optimizers import ManagedSettings, check_connected, manage_with, values_on_rank_0
 
 try:
     from transformers import GenerationMixin, Trainer, TrainingArguments
@@ -138,7 +138,7 @@ class ManagedTrainerMixin:
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and self.args.world_size > 1 and is_managed(self.model):
-            with self._values_on_rank_0():
+            with values_on_rank_0([self.model], every_process=self.args.save_on_each_node):
                 state_dict = self.model.state_dict()  # all processes take part
         super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]  # Trainer's, which comes next
 
@@ -146,15 +146,11 @@ class ManagedTrainerMixin:
         if self.args.world_size == 1:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]  # Trainer's, which comes next
             return
-        with self._values_on_rank_0():
+        with values_on_rank_0([self.model], every_process=self.args.save_on_each_node):
             state = self.optimizer.state_dict()  # all processes take part
         if self.args.should_save:
             torch.save(state, Path(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
-
-    def _values_on_rank_0(self) -> AbstractContextManager[None]:
-        """Keep values of state dicts on rank 0 alone; with ``save_on_each_node`` keep them on all processes."""
-        return nullcontext() if self.args.save_on_each_node else rank0_only(self.model)
 
     def _load_from_checkpoint(self, *arguments: Any, **named: Any) -> None:
         with _adapters_as_they_are(self.model):

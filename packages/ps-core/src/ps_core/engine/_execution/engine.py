@@ -62,8 +62,8 @@ class Engine:
         """Non-model data that is always on the compute tier: buffers, parameters outside the chunks."""
         self.counters = counters
         self.together = together
-        self.processes = 1 if together is None else together.processes
         """The processes that share the model; None: there is one."""
+        self.processes = 1 if together is None else together.processes
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
         self.passes = PassTracker(parts, self.records, counters, constant_bytes, scheduler(self))
         self._deciding = StepDecisions(self.gradients)

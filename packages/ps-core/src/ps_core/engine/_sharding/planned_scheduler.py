@@ -87,7 +87,8 @@ class RanksScheduler(PlanScheduler):
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at the batch that the root module is called with; plan the first pass, together with the others."""
         self._recover()
-        goes_on = self._served is not None and self._engine.passes.recording is not None  # begun by a call on all ranks
+        # A pass that began with a call is open on all ranks; one that began with a read weight may be open on one.
+        goes_on = self._served is not None and self._engine.passes.recording is not None
         if goes_on and self._setup.training and torch._C._current_graph_task_id() == -1:
             self._add_call(self._batch_of(args, kwargs))
             return
@@ -170,10 +171,9 @@ class RanksScheduler(PlanScheduler):
         Whether a pass goes by the plan is decided by what is the same on all ranks.
         """
         plan, batch = self._plan, None if backward else self._batch
-        self._part = batch
         if batch is None and training and not backward and self._setup.training:
-            batch = self._part = called_part()
-        self._served, self._batch = batch, None
+            batch = called_part()
+        self._served, self._part, self._batch = batch, batch, None
         if training and self._sums.passes and not self._engine.holds_gradients():
             self._sums.end_step()  # what there was, was forgotten
         if training or self._alike.has_writes:
