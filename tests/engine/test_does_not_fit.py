@@ -152,6 +152,11 @@ def test_every_remedy_for_activations_works_when_followed() -> None:
     attempt(tight, checkpointing=True)
     parts = {"half": 2, "a quarter of": 4, "an eighth of": 8}
     attempt(tight, 512 // parts[smaller.partition(" the batch")[0]])
+    with pytest.raises(DoesNotFit) as caught:
+        attempt(tight, 4096, checkpointing=True)
+    larger, smaller = caught.value.remedies  # blocks that are checkpointed already are not told of
+    attempt(eval(larger[: larger.index(")") + 1]), 4096, checkpointing=True)
+    attempt(tight, 4096 // parts[smaller.partition(" the batch")[0]], checkpointing=True)
 
 
 def test_what_a_whole_pass_needs_is_said_at_once() -> None:

@@ -28,7 +28,7 @@ from ps_core.engine._execution.pass_threads import FORWARD, PassThreads
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._parameters.errors import check_not_reentrant
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState, has_saved
-from ps_core.engine._parameters.saved_tensors import free_broken_backward, recomputing
+from ps_core.engine._parameters.saved_tensors import free_broken_backward, in_checkpoint, recomputing
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
 from ps_core.engine._tracing.input_tensors import tensors_of
@@ -232,6 +232,8 @@ class PassTracker:
             self.moment += 1
             with torch.no_grad():
                 if self.nonmodel.counting:
+                    if in_checkpoint():
+                        self._store.ledger.note_checkpointing()
                     with self.nonmodel.paused():
                         self._drive(records, gains, moment.name)
                 else:

@@ -55,6 +55,8 @@ def compute_tier_too_small(
         )
     elif 4 * weight > max(capacity, nonmodel_bytes):  # the weight, its gradient, and that as it is summed
         parts = _in_parts(store, groups, weight)
+    elif store.ledger.checkpointing:
+        parts = ""
     else:
         parts = (
             "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False): for each block, in forward "
@@ -70,7 +72,7 @@ def compute_tier_too_small(
         proven=proven,
         remedies=(
             suggest_budget(store.limits, 0, asked) + unknown,
-            parts,
+            *([parts] if parts else []),
             batch,
             *([held] if store.ledger.left_over_bytes else []),
         ),
