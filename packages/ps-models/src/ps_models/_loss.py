@@ -40,11 +40,17 @@ def next_labels(labels_bl: Tensor) -> Tensor:
 
 
 def head_loss(
-    x_nh: Tensor, tables: Tensor | Sequence[Tensor], labels_n: Tensor, *, bias_v: Tensor | None = None, rows: int | None
+    x_nh: Tensor,
+    tables: Tensor | Sequence[Tensor],
+    labels_n: Tensor,
+    *,
+    bias_v: Tensor | None = None,
+    rows: int | None,
+    mean: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the mean cross entropy in fp32, and the logits if they were made whole (``rows`` is None).
+    """Return the cross entropy in fp32, and the logits if they were made whole (``rows`` is None).
 
-    ``tables``: the head's matrix, or its tiles, which have no bias.
+    ``tables``: the head's matrix, or its tiles, which have no bias. ``mean`` False: the sum over tokens, in chunks.
     """
     if len(labels_n) != len(x_nh):
         raise InvalidInput(f"labels: expected one for each of {len(x_nh)} tokens, found {len(labels_n)}")
@@ -55,7 +61,7 @@ def head_loss(
         logits_nv = all_logits(x_nh, [table_vh, *more]) if more else functional.linear(x_nh, table_vh, bias_v)
         return functional.cross_entropy(logits_nv.float(), labels_n, ignore_index=IGNORED), logits_nv
     apply: Any = _ChunkedLoss.apply  # torch does not type it
-    return apply(x_nh, table_vh, bias_v, labels_n, rows, torch.is_grad_enabled()), None
+    return apply(x_nh, table_vh, bias_v, labels_n, rows, torch.is_grad_enabled(), mean), None
 
 
 def all_logits(x_blh: Tensor, tables: Sequence[Tensor], last: int = 0) -> Tensor:
@@ -114,7 +120,14 @@ class _ChunkedLoss(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_nh: Tensor, table_vh: Tensor, bias_v: Tensor | None, labels_n: Tensor, rows: int, training: bool
+        ctx: Any,
+        x_nh: Tensor,
+        table_vh: Tensor,
+        bias_v: Tensor | None,
+        labels_n: Tensor,
+        rows: int,
+        training: bool,
+        mean: bool,
     ) -> Tensor:
         wanted = tuple(training and need for need in ctx.needs_input_grad[:3])
         by_kernel = _by_kernel(x_nh, table_vh, labels_n)
@@ -125,7 +138,7 @@ class _ChunkedLoss(Function):
             sums = _Sums(x_nh.to(table_vh.dtype), table_vh.detach(), bias_v, wanted)
             for start in range(0, len(labels_n), rows):
                 sums.add(start, labels_n[start : start + rows], by_kernel=by_kernel)
-        count = (labels_n != IGNORED).sum()
+        count = (labels_n != IGNORED).sum() if mean else torch.ones_like(sums.loss)
         if any(wanted):
             found = sums.gradients(x_nh.dtype)
             ctx.wanted = wanted
@@ -142,7 +155,7 @@ class _ChunkedLoss(Function):
         count, *found = ctx.saved_tensors
         scale = gradient / count.clamp(min=1)  # without a token that counts the loss is nan, but gradients are zero
         left = iter(found)
-        return (*(next(left) * scale if wanted else None for wanted in ctx.wanted), None, None, None)
+        return (*(next(left) * scale if wanted else None for wanted in ctx.wanted), None, None, None, None)
 
 
 class _Sums:
