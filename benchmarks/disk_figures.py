@@ -34,7 +34,7 @@ from ps_core._plan import Copy
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.disk.file import DiskFile
 from ps_core.engine._devices.disk.queues import DiskStreams
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from turns import ratios, spread
 
 BYTES_PER_PARAMETER = 14

@@ -17,7 +17,7 @@ from torch import nn
 import ps_dist
 from ps_core import SGD, Budget, Options, RanksDiverged
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 from ps_dist._local_ranks import Location
 

@@ -15,7 +15,7 @@ import ps_dist
 from ps_core import AdamW, Budget
 from ps_core._errors import InvalidInput, RanksDiverged
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
 
 PAGE = os.sysconf("SC_PAGE_SIZE")

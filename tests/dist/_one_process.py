@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ps_dist
 from ps_core._extents import Kind
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace
 

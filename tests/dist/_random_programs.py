@@ -17,7 +17,7 @@ from _threads import Together, going_by, run
 from _zero_cases import states
 from ps_core import SGD, AdamW, Budget, Options
 from ps_core.engine import chunked, load_checkpoint, materialized, release, save_checkpoint
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 
 WIDTH = 24
 OPERATIONS = {

@@ -15,7 +15,7 @@ from _one_process import added, adds_like, check_homes, check_weights, give, gra
 from _zero_cases import Way, batches, passes, states
 from ps_core import SGD, Budget, Options, UnsupportedParameter
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._parameters.state_transitions import GradientPlace
 from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 

@@ -18,7 +18,7 @@ from _cuda_cases import Quiet
 from _fake_cuda import FakeRuntime
 from ps_core import SGD, InvalidInput
 from ps_core.engine import chunked, release
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_dist import _process_groups, _transport
 from ps_dist._nccl import NcclMessages

@@ -22,7 +22,7 @@ from _states import masters_of
 from checked_device.device import CheckedDevice
 from ps_core import SGD, AdamW, Budget, Group, Options, RanksDiverged, TorchOptimizer, UnsupportedParameter
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 
 WIDTH, ROWS = 24, 8

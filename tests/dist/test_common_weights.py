@@ -17,7 +17,7 @@ from _threads import Together, going_by, run
 from ps_core import SGD, Budget, Options, RanksDiverged, UnsupportedParameter
 from ps_core._extents import Kind
 from ps_core.engine import WeightAverage, chunked, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_dist._shared_memory import CommonMemory
 
 WIDTH, LAYERS, PAGE = 40, 3, os.sysconf("SC_PAGE_SIZE")

@@ -19,7 +19,7 @@ from _states import masters_of
 from _threads import Together, run
 from ps_core import Adam, AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, offloaded, release
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 
 ROOMY, SHORT = Budget(host="16MiB"), Budget(host=90000)
 

@@ -11,7 +11,7 @@ from torch import nn
 from _threads import Together, run
 from ps_core import SGD, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 
 LAYERS, WIDTH = 3, 32
 

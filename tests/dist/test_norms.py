@@ -13,7 +13,7 @@ import ps_kernels
 from _threads import Together, run
 from ps_core import SGD, Budget, Options, RanksDiverged, UnsupportedParameter
 from ps_core.engine import chunked, release
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 
 SIZES = (3, 700, 41, 20_000, 128)

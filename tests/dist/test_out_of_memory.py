@@ -18,7 +18,7 @@ from _zero_cases import states
 from ps_core import AdamW, Budget, DeviceOutOfMemory, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 
 WIDTH, LAYERS = 40, 6
 ROOM, HOST = 160, 2**24

@@ -16,7 +16,7 @@ from _threads import Together, going_by, run
 from _zero_cases import states
 from ps_core import AdamW
 from ps_core.engine import chunked, release
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from test_planned_ranks import WIDTH, Case, Pass, both_trained, gradients_of_both, inputs, one_pass, passed

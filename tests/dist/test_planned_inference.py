@@ -14,7 +14,7 @@ from torch import nn
 from _threads import Together, run
 from ps_core import Budget, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 from test_planned_ranks import Broken, Experts, Pass
 

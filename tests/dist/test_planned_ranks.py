@@ -19,7 +19,7 @@ from _threads import Together, going_by, run
 from _zero_cases import states
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 

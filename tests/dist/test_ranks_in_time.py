@@ -25,7 +25,7 @@ from ps_core._plan import Queue
 from ps_core._simulate.clock import Prediction, simulate
 from ps_core._simulate.cluster import ring_s
 from ps_core.engine import chunked, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._sharding.collective_streams import DeviceStaging
 
 STEPS = 5

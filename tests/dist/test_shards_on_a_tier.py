@@ -13,7 +13,7 @@ from _threads import Together, going_by, run
 from ps_core import AdamW, Budget, Options
 from ps_core._extents import Kind
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._parameters.param_state import ParamGroup
 
 LAYERS, WIDTH = 6, 64

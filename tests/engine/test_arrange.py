@@ -14,7 +14,7 @@ from _runs import HOST, chunked_model, stand_in
 from ps_core import Budget, Options
 from ps_core._plan import Held, Tier
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._execution.move_home_slots import move_homes_to_plan
 from ps_core.engine._memory.chunk import Chunk
 

@@ -13,7 +13,7 @@ from _states import loss_of, masters_of, ours, stack
 from ps_core import SGD, AdamW, Budget, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution import instruction_executor
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._execution.instruction_executor import InstructionExecutor
 from ps_core.engine._optim import group_step
 from test_does_not_fit import Words

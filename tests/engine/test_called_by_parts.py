@@ -16,7 +16,7 @@ from _runs import HOST, check_same, check_under_the_tightest_budget, chunked_mod
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import statistics
 from ps_core.engine._execution import pass_tracker
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 
 WIDTH, STEPS = 32, 6
 SPEC = AdamW(lr=1e-2)

@@ -30,7 +30,7 @@ from ps_core.engine import chunked, materialized, release, statistics
 from ps_core.engine._devices import select
 from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.disk.file import BLOCK_BYTES
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
 from test_matrix import ADAMW, SGD_, loop
 

@@ -18,7 +18,7 @@ from checked_device.device import CheckedDevice
 from ps_core import Budget, Options
 from ps_core._plan import Queue
 from ps_core.engine import chunked, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 
 
 class Boom(Exception):

@@ -16,7 +16,7 @@ from _cases import finish, rows, square
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked
 from ps_core.engine._devices.disk.file import DiskFile
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 
 SOON_S = 20.0
 

@@ -19,7 +19,7 @@ from _cases import finish, rows, square
 from _runs import HOST
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._tracing.fake_copy import FakeTensors
 
 

@@ -33,7 +33,7 @@ from ps_core.engine import (
     statistics,
 )
 from ps_core.engine._devices.cuda.device import CudaDevice
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._execution.host_embedding import host_tables
 from ps_core.engine._support.log import log_line
 

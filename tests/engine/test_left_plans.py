@@ -18,7 +18,7 @@ from _states import masters_of
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, statistics
 from ps_core.engine._execution import plan_scheduler
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._execution.instruction_executor import Diverged, InstructionExecutor
 from test_does_not_fit import Words
 

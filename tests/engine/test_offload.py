@@ -23,7 +23,7 @@ from ps_core._planner.search import Planned
 from ps_core._verify import verify
 from ps_core.engine import offloaded, statistics, trace
 from ps_core.engine._devices.cuda.device import CudaDevice
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._execution.plan_driver import PlanDriver
 
 BLOCKS, WIDTH, ROWS = 6, 32, 64

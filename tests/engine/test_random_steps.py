@@ -21,7 +21,7 @@ from _runs import HOST, let_go
 from checked_device.device import CheckedDevice
 from ps_core import SGD, AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from test_host_worker import late_device
 from test_speculative_steps import same, undecided, values
 

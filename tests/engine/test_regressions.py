@@ -23,7 +23,7 @@ from _states import masters_of
 from ps_core import SGD, AdamW, Budget, DoesNotFit, InvalidInput, Options
 from ps_core.engine import chunked, load_checkpoint, materialized, release, save_checkpoint, statistics
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._gradients import gradient_store as _gradients
 from ps_core.engine._optim import group_step as _stepping
 

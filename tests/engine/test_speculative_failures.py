@@ -20,7 +20,7 @@ from _runs import HOST, let_go
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.host_worker import HostWorker
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._optim import speculative_steps
 from ps_core.engine._optim.speculative_steps import _EarlyStep

@@ -18,7 +18,7 @@ from _runs import HOST, let_go
 from checked_device.device import CheckedDevice
 from ps_core import AdamW, Budget, InvalidInput, Options
 from ps_core.engine import chunked, load_checkpoint, save_checkpoint, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from test_host_worker import late_device
 from test_late_parameters import Net, X, add_layer
 from test_offload import Net as Offloading

@@ -15,7 +15,7 @@ from _runs import let_go
 from _states import masters_of
 from ps_core import Adam, Budget, DoesNotFit, UnsupportedParameter
 from ps_core.engine import chunked, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 
 BUDGETS = [
     *((20480, host) for host in range(58000, 70000, 2000)),  # the plan lends home slots

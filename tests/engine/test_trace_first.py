@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ps_core import AdamW, Budget, Options, Trace
 from ps_core.engine import chunked, release
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._tracing.fake_trace import trace
 
 IDS = torch.arange(4 * 48).reshape(4, 48) % 90

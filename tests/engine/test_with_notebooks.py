@@ -21,7 +21,7 @@ from _reference import Make, Settings
 from _runs import HOST, check_same, chunked_model, managed, stand_in, tightest
 from ps_core import AlreadyManaged, Budget, DoesNotFit, InvalidInput
 from ps_core.engine import chunked, materialized, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from test_exceptions import PLACES, Fuse, Place
 

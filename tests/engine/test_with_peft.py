@@ -14,7 +14,7 @@ from _reference import Make, Settings
 from _runs import check_under_the_tightest_budget
 from ps_core import AdamW, Budget, InvalidInput, Options, UnsupportedParameter
 from ps_core.engine import chunked, is_managed, materialized, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="PEFT is not installed")

@@ -17,7 +17,7 @@ from ps_core._planner.bounds import lower_bounds
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES
 from ps_core.engine import chunked, release, statistics, trace
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_models import build
 
 WORDS, BATCH, LENGTH, ROWS = 2048, 2, 32, 16

@@ -13,7 +13,7 @@ import torch
 from _trainer import numbers, rows, train
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import MemoryMeasurement, chunked, release, statistics
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.report import Category, Tide
 from ps_models import build
 from ps_models.train import _data, _loop, _main

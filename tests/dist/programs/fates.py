@@ -27,7 +27,7 @@ from torch import nn
 import ps_core
 import ps_dist
 from ps_core.engine import chunked
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_dist import _connect, _transport
 
 TIMEOUT_S = 600.0

@@ -7,7 +7,7 @@ from ps_core.engine._checkpoint.load_weights import load_weights
 from ps_core.engine._checkpoint.save_load import load_checkpoint, save_checkpoint
 from ps_core.engine._chunked import chunked
 from ps_core.engine._execution.activation_offload import offloaded
-from ps_core.engine._execution.hooks import is_managed
+from ps_core.engine._execution.find_hooks import is_managed
 from ps_core.engine._execution.host_embedding import HostEmbedding
 from ps_core.engine._materialized import materialized, release
 from ps_core.engine._memory_measurement import MemoryMeasurement

@@ -24,7 +24,8 @@ from ps_core.engine._execution.build_components import Components, single_proces
 from ps_core.engine._execution.compiled_blocks import refuse_compiled
 from ps_core.engine._execution.driver_protocols import Scheduler
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import ModelHooks, hooks_around
+from ps_core.engine._execution.find_hooks import hooks_around
+from ps_core.engine._execution.hooks import ModelHooks
 from ps_core.engine._execution.host_embedding import HostEmbedding, host_tables
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
 from ps_core.engine._gradients.loss_scale import LossScale

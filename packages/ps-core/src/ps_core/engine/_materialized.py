@@ -12,7 +12,8 @@ from torch import nn
 from ps_core._errors import InvalidInput
 from ps_core._extents import Kind
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import ModelHooks, hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
+from ps_core.engine._execution.hooks import ModelHooks
 from ps_core.engine._parameters.managed_parameter import (
     ManagedParameter,
     accept_changes,

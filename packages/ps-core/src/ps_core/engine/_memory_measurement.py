@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._tracing.pass_recording import MomentRecord

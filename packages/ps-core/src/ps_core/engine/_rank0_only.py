@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from torch import nn
 
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 
 
 def rank0_only(model: nn.Module) -> AbstractContextManager[None]:

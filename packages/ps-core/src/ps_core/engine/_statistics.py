@@ -9,7 +9,7 @@ from torch import nn
 import ps_kernels
 from ps_core._extents import Kind
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

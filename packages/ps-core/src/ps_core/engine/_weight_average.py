@@ -12,7 +12,7 @@ from torch import nn
 from ps_core._errors import InvalidInput
 from ps_core._extents import Kind
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 

@@ -11,7 +11,7 @@ from ps_core._simulate.instruction_times import COUNTED, MOVES
 from ps_core.engine._calibration.probes import Probe
 from ps_core.engine._calibration.transformer_blocks import Blocks
 from ps_core.engine._chunked import chunked
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
 from ps_core.engine._materialized import release
 

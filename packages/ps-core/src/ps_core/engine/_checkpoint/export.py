@@ -41,7 +41,7 @@ from ps_core.engine._checkpoint.reader import SavedFile, compare, read_full_tens
 from ps_core.engine._checkpoint.safetensors_format import TYPES, TensorEntry, bytes_of, table_of
 from ps_core.engine._checkpoint.shard_ranges import plain_order
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._parameters.param_state import ParamState
 
 

@@ -24,7 +24,7 @@ from ps_core.engine._checkpoint.preconditions import check_outside, finish_pass_
 from ps_core.engine._checkpoint.rank_errors import CheckpointRanks
 from ps_core.engine._checkpoint.reader import Reader, SavedFile, read_full_tensor, stored, version_of
 from ps_core.engine._checkpoint.safetensors_format import damaged, keeps_values, no_key_twice, read_table
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"

@@ -26,7 +26,7 @@ from ps_core.engine._checkpoint.json_values import decode
 from ps_core.engine._checkpoint.manifest import SavedCheckpoint
 from ps_core.engine._checkpoint.safetensors_format import damaged, type_name
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
 from ps_core.engine._optim.optimizer_state_dict import LOSS_SCALE

@@ -32,7 +32,7 @@ from ps_core.engine._checkpoint.reader import Reader, stored
 from ps_core.engine._checkpoint.rng_state import restore_random_state
 from ps_core.engine._checkpoint.writer import agree, plan_save, save
 from ps_core.engine._execution.engine import Engine
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._optim.optimizer import ChunkedOptimizer
 from ps_core.engine._support.log import log_line
 

@@ -14,18 +14,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ps_core._errors import InvalidInput
 from ps_core.engine._execution.compiled_blocks import OPTIMIZED_MODULE, CompiledBlocks
 from ps_core.engine._execution.driver_protocols import Scheduler
 from ps_core.engine._execution.end_management import ModelLifetime, return_parameters
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.module_guards import ModuleGuards
 from ps_core.engine._execution.parameter_access import accept_gradient
-from ps_core.engine._execution.parameters_added_later import take_in, train_frozen
+from ps_core.engine._execution.parameters_added_later import CopiesOfAdded, is_new, take_in, train_frozen
 from ps_core.engine._execution.pass_threads import FORWARD
 from ps_core.engine._execution.state_dict import StateDictHooks, no_copies
 from ps_core.engine._parameters.grouping import FLOATS, Grouping, name_as_in
-from ps_core.engine._parameters.managed_parameter import LEAVES, ManagedParameter, is_ordinary_for_a_block
+from ps_core.engine._parameters.managed_parameter import LEAVES, ManagedParameter
 from ps_core.engine._parameters.other_tensor_classes import FetchFirst, has_other_classes
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.saved_tensors import recomputing
@@ -84,10 +83,9 @@ class ModelHooks:
         """The parameters that `_look_at` found the last time."""
         self._frozen: list[ParamState] = []
         """Managed parameters that do not require gradients, so that they have no hook."""
+        self._copies = CopiesOfAdded()
         self._computes_with_copies = False
         """True if the call that begins computes with copies of added parameters."""
-        self._copied: list[tuple[nn.Module, str, nn.Parameter]] = []
-        """Added parameters in whose places the running call has copies, with module and name."""
         self._lifetime = ModelLifetime(model, engine)
 
     @property
@@ -200,19 +198,21 @@ class ModelHooks:
         self._running = True
         self.engine.enter(evaluates=evaluates)
         if self._computes_with_copies:
-            self._put_copies(model)
+            self._copies.put(model, self.engine.store.device.torch_device, self._cast)
 
     @defer_interrupts
     def _end_forward(self, depth: int) -> None:
         self._running = False
-        self._take_copies_out()
+        if self._copies.places:
+            self._copies.take_out()
         self.engine.saved.pop_to(depth)
         self.engine.end_root_forward()
 
     @defer_interrupts
     def _break_off(self, depth: int) -> None:
         self._running = False
-        self._take_copies_out()
+        if self._copies.places:
+            self._copies.take_out()
         self.engine.saved.pop_to(depth)
         self.engine.abort()
 
@@ -236,7 +236,7 @@ class ModelHooks:
         owner_ids, parameters, has_compiled = _look_at(model)
         self._computes_with_copies = False
         if between and not (owner_ids == self._owner_ids and all(map(is_, parameters, self._parameters))):
-            if self._may_be_alone() and any(map(_is_new, parameters)):
+            if self._may_be_alone() and any(map(is_new, parameters)):
                 self._computes_with_copies = True
             else:
                 self._manage(model, owner_ids, parameters)
@@ -251,30 +251,11 @@ class ModelHooks:
         several = self.engine.together is not None and self.scheduler.training
         return several and self.scheduler.plan is None and not torch.is_grad_enabled()
 
-    def _put_copies(self, model: nn.Module) -> None:
-        """Compute with added parameters as other calls do that manage them, for which ranks would have to meet."""
-        device, copies = self.engine.store.device.torch_device, dict[int, nn.Parameter]()
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or not _is_new(parameter):
-                    continue
-                if id(parameter) not in copies:
-                    copy = parameter.detach().to(device, self._cast or parameter.dtype, copy=True)
-                    copies[id(parameter)] = nn.Parameter(copy, requires_grad=parameter.requires_grad)
-                self._copied.append((module, name, parameter))
-                module._parameters[name] = copies[id(parameter)]
-        move_unmanaged(model, device)
-
-    def _take_copies_out(self) -> None:
-        while self._copied:
-            module, name, parameter = self._copied.pop()
-            module._parameters[name] = parameter
-
     def _manage(self, model: nn.Module, owner_ids: list[int], parameters: list[nn.Parameter]) -> None:
         """Manage those of the model's present parameters that are not managed yet."""
         self._lifetime.watch(model)
         name_as_in(model, self.engine.records)
-        if any(map(_is_new, parameters)):
+        if any(map(is_new, parameters)):
             self._take_in(model)
         self._guards.install(model)
         self._owner_ids, self._parameters = owner_ids, parameters
@@ -340,11 +321,6 @@ class ModelHooks:
         return_parameters(self.engine, self._model(), self.remove, in_first_types=in_first_types)
 
 
-def _is_new(parameter: nn.Parameter) -> bool:
-    """Return True for a parameter that is to be managed, and is not yet."""
-    return type(parameter) is nn.Parameter and parameter.is_floating_point()
-
-
 def _first_hook(parameter: Any, hook: Any) -> RemovableHandle:
     """Register a hook that is called before the existing ones, which can then read the stored gradient."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
@@ -402,49 +378,3 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         changed = {name: each for name, one in given.items() if (each := _cast(one, dtype)) is not one}
         return replace(value, **changed) if changed else value
     return value
-
-
-def _found(given: object) -> str:
-    return repr(given) if given is None or isinstance(given, str) else f"a {type(given).__name__}"
-
-
-def is_managed(model: nn.Module) -> bool:
-    """Return True if ``chunked`` manages the parameters of a model, or of a part of it."""
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"expected a torch.nn.Module, found {_found(model)}")
-    managed = any(isinstance(parameter, ManagedParameter) for parameter in model.parameters())
-    return managed or hooks_around(model) is not None
-
-
-def hooks_around(model: nn.Module) -> ModelHooks | None:
-    """Return the hooks that `chunked` put on this very model, whose parameters may all have been replaced since."""
-    around = getattr(vars(model).get(COMPILED_CALL_ATTRIBUTE), "around", None)
-    hooks = getattr(around, "__self__", None)
-    return hooks if isinstance(hooks, ModelHooks) and not hooks.engine.usability.released else None
-
-
-def hooks_of(model: nn.Module) -> ModelHooks:
-    """Return the hooks of a managed model; raise `InvalidInput` if the model is not managed, or has two that are."""
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"expected a model that chunked(...) has under management, found {_found(model)}")
-    found: dict[Any, str] = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, ManagedParameter):
-            owner = parameter._owner
-            assert isinstance(owner, Engine), "every owner is an Engine"
-            found.setdefault(owner.management, name)
-    if len(found) > 1:
-        which = " and ".join(f"one with {name!r}" for name in found.values())
-        raise InvalidInput(
-            f"this {type(model).__name__} holds {len(found)} models that chunked(...) has under management, {which}: "
-            "call this for each of them, as in `with materialized(first), materialized(second):`"
-        )
-    if any(map(is_ordinary_for_a_block, model.parameters())) and not found:
-        raise InvalidInput(
-            f"this is inside a block of materialized(...), where parameters of {type(model).__name__} are ordinary "
-            "ones: work with them there, or call this after the block"
-        )
-    management = next(iter(found), None) or hooks_around(model)
-    if not isinstance(management, ModelHooks):
-        raise InvalidInput(f"this {type(model).__name__} is not under management: call chunked(model, ...) first")
-    return management

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ps_core._errors import RanksDiverged, UnsupportedParameter
@@ -21,9 +22,43 @@ from ps_core.engine._parameters.errors import everything_too_large
 from ps_core.engine._parameters.first_home_slots import bytes_of, copy_in_values, kinds_of, reserve_homes, write_value
 from ps_core.engine._parameters.grouping import Grouping, name_as_in, named
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._support.checksum import checksum
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.refuse_programs import refuse_script
+
+
+class CopiesOfAdded:
+    """Compute a call with copies of added parameters: other calls manage them, for which ranks would have to meet."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        """Modules and names where the running call has copies, and the parameters that belong there."""
+
+    def put(self, model: nn.Module, device: torch.device, cast: torch.dtype | None) -> None:
+        """Put copies on the device, of type ``cast`` if one is given, in the places of added parameters."""
+        copies = dict[int, nn.Parameter]()
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or not is_new(parameter):
+                    continue
+                if id(parameter) not in copies:
+                    copy = parameter.detach().to(device, cast or parameter.dtype, copy=True)
+                    copies[id(parameter)] = nn.Parameter(copy, requires_grad=parameter.requires_grad)
+                self.places.append((module, name, parameter))
+                module._parameters[name] = copies[id(parameter)]
+        move_unmanaged(model, device)
+
+    def take_out(self) -> None:
+        """Put the parameters back."""
+        while self.places:
+            module, name, parameter = self.places.pop()
+            module._parameters[name] = parameter
+
+
+def is_new(parameter: nn.Parameter) -> bool:
+    """Return True for a parameter that is to be managed, and is not yet."""
+    return type(parameter) is nn.Parameter and parameter.is_floating_point()
 
 
 @defer_interrupts_installing

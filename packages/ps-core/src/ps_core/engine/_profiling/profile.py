@@ -15,7 +15,7 @@ from ps_core._errors import InvalidInput
 from ps_core._plan import Segment
 from ps_core._simulate.idle_time import StepTimes, step_times, step_window
 from ps_core._simulate.work_pieces import Piece, PlannedPieces, group_names, planned_pieces
-from ps_core.engine._execution.hooks import hooks_of
+from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._parameters.param_state import ParamGroup
 from ps_core.engine._profiling.recorder import Recorder, Run
 from ps_core.report.chrome_trace import chrome_trace
