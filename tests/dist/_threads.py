@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from ps_core import RanksDiverged
 from ps_core.engine import _chunked
+from ps_core.engine._sharding import planned_scheduler
 from ps_core.engine._sharding.planned_scheduler import RanksScheduler
+from ps_core.engine._sharding.ranks_plan import RanksPlan
 from ps_core.engine._sharding.submitted_collectives import Submitted
 from ps_dist import Mesh
 from ps_dist._shared_memory import CommonMemory
@@ -190,18 +192,23 @@ def going_by(*, plan: bool) -> Iterator[None]:
     """Models made in this block follow a plan, or ask each other for weights as where no plan can be made."""
     with pytest.MonkeyPatch.context() as patch:
         if not plan:
-            patch.setattr(_chunked, "RanksScheduler", _WithoutPlan)
+            patch.setattr(_chunked, "RanksScheduler", _WithoutEstimate)
+            patch.setattr(planned_scheduler, "RanksPlan", _WithoutPlan)
         yield
 
 
-class _WithoutPlan(RanksScheduler):
-    """Never plans."""
+class _WithoutEstimate(RanksScheduler):
+    """Plans no first pass."""
 
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         pass
 
+
+class _WithoutPlan(RanksPlan):
+    """Is never in force."""
+
     def _exchange_passes(self, mine: list[Any], what: str) -> list[str]:
-        self._found = None
+        self.found = None
         return []
 
     def _plan_from(self, texts: list[str]) -> None:

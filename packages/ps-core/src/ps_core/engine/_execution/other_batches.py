@@ -16,7 +16,7 @@ from ps_core._extents import SegmentName
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.first_pass import begins_like, same_moments
-from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
+from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording, Recorded
 
 _CHANGES_AT_ONCE = 2
 _JOINS = 3
@@ -27,8 +27,9 @@ _MOST_EVALUATIONS = 8
 class OtherBatches:
     """Remember which batches the plan in force serves besides its own, and how often batches changed."""
 
-    def __init__(self, model_name: str, say: Callable[[str], None]) -> None:
-        self._model_name, self._say, self._told = model_name, say, False
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """Remember nothing yet; ``say`` logs a line about the model."""
+        self._say, self._told = say, False
         self._changes = 0
         """Number of plans made that do not serve the batches of the plan before."""
         self._before: PassRecording | None = None
@@ -38,7 +39,7 @@ class OtherBatches:
         """Steps in a row that the plan in force did not serve, and that no plan was made for."""
         self._joins_left = _JOINS
         """Number of failures that `join` still allows: plans for several kinds of batches that do not fit."""
-        self._dropped: tuple[PassRecording, BatchShape] | None = None
+        self._dropped: Recorded | None = None
         """The last forward pass whose graph was dropped, as in a validation without ``torch.no_grad()``."""
         self._evaluated: tuple[BatchShape, int] | None = None
         """The batch of the last evaluation on demand, and its peak of non-model bytes."""
@@ -111,7 +112,7 @@ class OtherBatches:
         several = planned_for.later and not training
         return "an evaluation calls the model once, and the plan's pass calls it several times" if several else ""
 
-    def confirms(self, recording: PassRecording, source: tuple[PassRecording, BatchShape] | None) -> bool:
+    def confirms(self, recording: PassRecording, source: Recorded | None) -> bool:
         """Return True if a pass of several calls repeats the one before, or the one that the plan is from (``source``).
 
         A loop's first pass may have one more, whose graph was still alive.
@@ -134,8 +135,8 @@ class OtherBatches:
             if not self._told:
                 self._told = True
                 self._say(
-                    f"{self._model_name}: batches of several structures or shapes come in turn, and their passes "
-                    "differ: the plan stays, and batches that it does not serve run on demand"
+                    "batches of several structures or shapes come in turn, and their passes differ: the plan stays, "
+                    "and batches that it does not serve run on demand"
                 )
             return False
         self._changes += 1

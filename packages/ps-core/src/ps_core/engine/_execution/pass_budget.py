@@ -57,7 +57,7 @@ class PassBudget:
             self.late = None
 
     def forget_late(self) -> None:
-        """Forget the error for the pass before: the device ran out of memory in it, which the user knows."""
+        """Forget the error for the pass before."""
         self.late = None
 
 

@@ -18,7 +18,7 @@ class PassEstimates:
     """Estimate passes of one engine's model."""
 
     def __init__(self, engine: Engine, model_name: str, cast: torch.dtype | None, say: Callable[[str], None]) -> None:
-        """Make the estimates; ``cast``: the type of inputs; ``say`` logs a line."""
+        """Make the estimates; ``cast``: the type of inputs; ``say`` logs a line about the model."""
         self._engine, self._model_name, self._cast, self._say = engine, model_name, cast, say
 
     @property
@@ -35,6 +35,9 @@ class PassEstimates:
                 module, args, kwargs, records=engine.records, cast=self._cast, shared=engine.management.shared
             )
         except NotForeseen as why:
-            tell = say_if_debugging if isinstance(why, ReturnsNoLoss) else self._say
-            tell(f"{self._model_name}: not foreseen ({why}): this pass runs on demand and is recorded")
+            text = f"not foreseen ({why}): this pass runs on demand and is recorded"
+            if isinstance(why, ReturnsNoLoss):
+                say_if_debugging(f"{self._model_name}: {text}")
+            else:
+                self._say(text)
         return None

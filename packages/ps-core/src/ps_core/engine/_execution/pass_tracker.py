@@ -106,6 +106,10 @@ class PassTracker:
         """Return True if the last pass took too much memory: the next one raises `DoesNotFit`."""
         return self.budget.late is not None
 
+    def forget_refusal(self) -> None:
+        """Refuse the next pass no more: the device ran out of memory in the last one, which the user knows."""
+        self.budget.forget_late()
+
     def add_records(self, records: list[ParamState]) -> None:
         """Track parameters that were added to the model; called between passes."""
         self._records.extend(records)

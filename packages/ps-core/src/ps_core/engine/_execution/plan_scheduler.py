@@ -1,21 +1,16 @@
-"""Choose the driver of each pass: a plan that fits, or moves on demand; and request plans.
+"""Choose the driver of each pass: a plan that fits, or moves on demand; see what passes did that were recorded.
 
-[Note: what a plan is good for]
-A plan is made from one recorded pass. It serves every batch whose tensors are no larger, training and evaluation alike.
-A larger batch is served on demand, recorded, and planned anew. So the present plan is always that of the largest batch
-seen. `_execution.other_batches` says what becomes of batches of another structure.
+`_execution.plan_in_force` has the plan, and says which batches it serves.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ps_core._errors import DoesNotFit
 from ps_core._extents import SegmentName
 from ps_core._options import Options
 from ps_core._plan import Plan
@@ -31,6 +26,7 @@ from ps_core.engine._execution.other_batches import OtherBatches
 from ps_core.engine._execution.pass_estimates import PassEstimates
 from ps_core.engine._execution.passes_without_plan import ResidentDriver
 from ps_core.engine._execution.plan_driver import PlanDriver, fits_step, why_not_ready
+from ps_core.engine._execution.plan_in_force import PlanInForce
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.unplanned_passes import READ_OUTSIDE, LeftPlans, UnplannedPasses
 from ps_core.engine._memory.reserved_bytes import bytes_to_reserve
@@ -40,10 +36,6 @@ from ps_core.engine._parameters.state_transitions import GradientPlace
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line
 from ps_core.engine._tracing.batch_shape import BatchShape, batch_of, within_a_module
-from ps_core.engine._tracing.first_pass import (
-    begins_like_estimate,
-    matches_estimate,
-)
 from ps_core.engine._tracing.input_tensors import VALUES
 from ps_core.engine._tracing.pass_recording import MOST_CALLS, PassRecording
 
@@ -61,42 +53,31 @@ class PlanScheduler:
         self._estimates = PassEstimates(engine, model_name, cast, self._say)
         self._caps = options.cap_allocator and not engine.store.device.overcommits
         """True if the device's allocator is capped at the budget in passes by a plan."""
-        self._asking = self._request(options)
-        self._plan: EnginePlan | None = None
-        self._planned_for = BatchShape()
+        self._homes = HomePlacement(engine)
+        self._others = OtherBatches(self._say)
+        self._unplanned = UnplannedPasses(self._say)
+        self._left = LeftPlans(self._say)
+        self._in_force = self._no_plan_yet(options)
         self._batch: BatchShape | None = None
         """The batch that the root module was called with; None for a pass that began elsewhere."""
         self._served: BatchShape | None = None
         """The batch of the last pass that a driver was chosen for."""
         self._part: BatchShape | None = None
         """The last call of a part of the model, or else the model's first one; None: the pass began elsewhere."""
-        self._found: tuple[PassRecording, BatchShape] | None = None
         self._before_step = 0
         """Number of passes with gradients before this step's first."""
         self._seen: tuple[list[Any], BatchShape] = [], BatchShape()
         """Shapes and types of the last call's arguments, and their batch shape."""
         self._tried = False
         """True if the first pass was tried with fake tensors."""
-        self._estimated = False
-        """True if the plan is from fake tensors; the pass that it serves is recorded all the same."""
-        self._recorded = False
-        """True if the plan is from a pass that ran."""
-        self._measured = False
-        """True if, on one tier, the non-model bytes of a pass are known."""
-        self._source: tuple[PassRecording, BatchShape] | None = None
-        """The recording and batch that the plan was made from."""
-        self._homes = HomePlacement(engine)
-        self._others = OtherBatches(model_name, self._say)
-        self._unplanned = UnplannedPasses(model_name, self._say)
-        self._left = LeftPlans(model_name, self._say)
+        self._measured: BatchShape | None = None
+        """On one tier: the batches whose non-model bytes are known; None: there are none yet."""
         self._replayed = 0
         """Number of passes that began by a plan."""
-        self._spare_bytes = 0
-        """Bytes left free beyond the peak of non-model bytes, since the device ran out of memory."""
 
-    def _request(self, options: Options) -> PlanRequest:
-        """Return what asks for plans."""
-        return PlanRequest(self._engine, self._model_name, self._setup, options)
+    def _no_plan_yet(self, options: Options) -> PlanInForce:
+        asking = PlanRequest(self._engine, self._model_name, self._setup, options)
+        return PlanInForce(self._engine, asking, self._homes, self._others, self._say)
 
     @property
     def training(self) -> bool:
@@ -106,22 +87,24 @@ class PlanScheduler:
     @property
     def moments(self) -> int:
         """Moments of the planned pass."""
-        return 0 if self._plan is None else len(self._plan.recording.moments)
+        plan = self._in_force.plan
+        return 0 if plan is None else len(plan.recording.moments)
 
     @property
     def planned(self) -> Planned | None:
         """Return the present plan, with its program."""
-        return None if self._plan is None else self._plan.planned
+        plan = self._in_force.plan
+        return None if plan is None else plan.planned
 
     @property
     def plan(self) -> Plan | None:
         """Return the instructions of the present plan."""
-        return None if self._plan is None else self._plan.plan
+        return None if self.planned is None else self.planned.plan
 
     @property
     def planned_step_s(self) -> float:
         """Return the predicted seconds of a step; 0 without a plan."""
-        return 0.0 if self._plan is None else self._plan.planned.prediction.step_time_s
+        return 0.0 if self.planned is None else self.planned.prediction.step_time_s
 
     @property
     def _passes_of_step(self) -> int:
@@ -147,10 +130,13 @@ class PlanScheduler:
         if not self._setup.training:
             self.maybe_replan()
             return
-        offloads = self._plan is not None and self._plan.moves_activations
+        plan = self._in_force.plan
+        offloads = plan is not None and plan.moves_activations
         if (offloads or not self._tried) and not self._engine.resident and torch.is_grad_enabled():
             if self._estimates.possible and (not self._tried or self._begins_larger_step()):
-                self._foresee(module, args, kwargs)
+                estimate = self._estimates.estimate(module, args, kwargs)
+                if estimate is not None:
+                    self._in_force.foresee(estimate, self._batch)
             self._tried = True  # only now: after an interrupt the next call tries again
 
     def _add_call(self, batch: BatchShape) -> None:
@@ -158,13 +144,12 @@ class PlanScheduler:
         if self._served is None or len(self._served.later) >= MOST_CALLS:
             return
         self._served = replace(self._served, later=(*self._served.later, batch))
-        if not self._planned_for.covers(self._served):
-            if self._engine.resident:
-                self._measured = False
-            elif self._plan is not None:
-                known = len(self._served.later) <= len(self._planned_for.later)
-                overrun = known and self._others.note_larger_call()
-                self._engine.passes.leave_plan(self._planned_for.difference(self._served), overrun=overrun)
+        if self._measured is not None and not self._measured.covers(self._served):
+            self._measured = None
+        planned = self._in_force.batch
+        if self._in_force.plan is not None and not planned.covers(self._served):
+            overrun = len(self._served.later) <= len(planned.later) and self._others.note_larger_call()
+            self._engine.passes.leave_plan(planned.difference(self._served), overrun=overrun)
 
     def before_part(self) -> None:
         """Note a call of another part, or with another batch, in a pass that began with a call."""
@@ -181,8 +166,8 @@ class PlanScheduler:
 
         On demand all activations would go to the host, which may be too small where a plan keeps some on the device.
         """
-        starts = self._engine.passes.recording is None and not self._passes_of_step
-        return starts and not self._planned_for.later and not self._planned_for.covers(self._batch)
+        starts, planned = self._engine.passes.recording is None and not self._passes_of_step, self._in_force.batch
+        return starts and not planned.later and not planned.covers(self._batch)
 
     def _batch_of(self, args: Any, kwargs: Any) -> BatchShape:
         """Return the shape of a call's arguments; usually they are as in the call before."""
@@ -203,49 +188,27 @@ class PlanScheduler:
         if missing_bytes:
             self._batch = self._served = None  # a pass that broke off is not recorded
             self._engine.finish_pass()
-            self._engine.passes.budget.forget_late()
+            self._engine.passes.forget_refusal()
             self._request_free_bytes(bytes_to_reserve(missing_bytes, store.tiers[0].capacity_bytes))
 
     def _request_free_bytes(self, size_bytes: int) -> None:
         """Plan again with so many more bytes left free."""
-        before = self._spare_bytes
-        self._spare_bytes += size_bytes
-        self._found, self._estimated = self._found or self._source, False
-        try:
-            self.maybe_replan()
-        except DoesNotFit:
-            self._spare_bytes = before  # the plan in force is as good as any
-            if self._caps:
-                self._caps = False
-                self._engine.store.device.cap_allocator(None)
-                log_line(f"{self._model_name}: no plan leaves more room, so PyTorch's allocator has no cap any more")
-
-    def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Plan the pass from a fake one, where the model allows that; otherwise it runs on demand."""
-        engine, recording = self._engine, self._estimates.estimate(module, args, kwargs)
-        if recording is None:
-            return
-        try:
-            assert self._batch is not None, "the pass is the root module's"
-            larger, before, done = self._recorded, self._plan, self._serve_both(recording, self._batch)
-            self._estimated = self._adopt(recording, self._batch) if done is None else done
-            if larger and self._plan is not before:
-                engine.counters.replanned()
-        except DoesNotFit as error:
-            if error.tier == engine.store.tiers[0].name:
-                engine.store.ledger.note_foreseen(error.needed_bytes)
-            log_line(f"{self._model_name}: does not fit as estimated; this pass runs on demand and is recorded")
+        self._before_step = self._engine.passes.gradient_passes
+        if not self._in_force.leave_free(size_bytes) and self._caps:
+            self._caps = False
+            self._engine.store.device.cap_allocator(None)
+            self._say("no plan leaves more room, so PyTorch's allocator has no cap any more")
 
     def driver_for_pass(self, training: bool, *, backward: bool) -> PassDriver:
         """Choose the plan's driver where the plan serves the pass, else the on-demand driver."""
-        engine, plan = self._engine, self._plan
+        engine, plan = self._engine, self._in_force.plan
         if backward and not engine.resident:
             return engine.passes.demand
         if engine.speculation is not None:
             engine.speculation.undo()
         self._served, self._part, self._batch = self._batch, self._batch, None
         if engine.resident:
-            return ResidentDriver(tracked=not (self._measured and self._planned_for.covers(self._served)))
+            return ResidentDriver(tracked=self._measured is None or not self._measured.covers(self._served))
         if self._served is None and training and self._setup.training:
             self._served = self._part = called_part()
         demand = engine.passes.demand
@@ -257,8 +220,8 @@ class PlanScheduler:
             demand.expect(None)
             self._homes.make_room_to_read()
             return self._uncapped(demand)
-        served = self._served == self._planned_for
-        if not served and (why := self._others.why_unserved(self._served, self._planned_for, training=training)):
+        planned = self._in_force.batch
+        if self._served != planned and (why := self._others.why_unserved(self._served, planned, training=training)):
             engine.counters.diverged(why)
             demand.expect(None)
             self._free_for_unplanned(training)
@@ -277,7 +240,9 @@ class PlanScheduler:
             self._free_for_unplanned(training)
             return self._uncapped(demand)
         if self._caps:  # not by an estimate, which misses what a device's libraries take for themselves
-            engine.store.device.cap_allocator(None if self._estimated else engine.store.tiers[0].capacity_bytes)
+            engine.store.device.cap_allocator(
+                None if self._in_force.estimated else engine.store.tiers[0].capacity_bytes
+            )
         if not training:
             segment = SegmentName.EVAL
         else:
@@ -309,7 +274,7 @@ class PlanScheduler:
     def _is_watched(self) -> bool:
         """Return True if the non-model bytes of a planned pass are counted."""
         self._replayed += 1
-        return self._estimated or self._replayed % _WATCHED_EVERY == 0
+        return self._in_force.estimated or self._replayed % _WATCHED_EVERY == 0
 
     def _free_for_unplanned(self, training: bool) -> None:
         """Free as much memory for an unplanned pass as it would have without a plan, unless it needs less."""
@@ -323,70 +288,59 @@ class PlanScheduler:
     def forget_plan(self) -> None:
         """Drop the plan, because groups change; move home slots off the compute tier, for a first pass."""
         self._homes.move_down()
-        self._plan = self._found = self._source = None
-        self._others.begin_plan()
-        self._tried = self._estimated = self._recorded = self._measured = False
+        self._in_force.forget()
+        self._tried, self._measured = False, None
 
     def plan_abandoned(self, *, needs_more: bool) -> None:
         """Note that a pass left the present plan; ``needs_more``: its rest takes more memory than was planned."""
-        if self._plan is not None:
-            self._homes.plan_abandoned(self._plan, needs_more=needs_more)
+        if self._in_force.plan is not None:
+            self._homes.plan_abandoned(self._in_force.plan, needs_more=needs_more)
 
     def observe(self, recording: PassRecording) -> None:
         """Keep a recorded pass, if a plan is to be made from it."""
+        passes, trains = self._engine.passes, self._setup.training and recording.training
         batch, self._served = self._served, None
-        if self._engine.passes.broke_off and self._plan is None and self._found is None:
-            self._tried = False  # the next pass is a first one again
-            self._engine.store.ledger.note_foreseen(0)
-        plannable = self._setup.training and recording.training and not self._engine.resident
-        if plannable and self._plan is None and self._found is None and not self._engine.passes.broke_off:
-            self._unplanned.note(recording, READ_OUTSIDE if batch is None else "")
+        if self._in_force.none_yet:
+            if passes.broke_off:
+                self._tried = False  # the next pass is a first one again
+                self._engine.store.ledger.note_foreseen(0)
+            elif trains and not self._engine.resident:
+                self._unplanned.note(recording, READ_OUTSIDE if batch is None else "")
         if batch is None:
             return
-        if self._engine.resident:
-            if self._engine.passes.tracked and recording.training is self._setup.training:
-                self._planned_for = self._planned_for.beside(batch) if self._measured else batch
-                self._measured = not recording.training or self._passes_of_step >= self._setup.accumulate
-            return
-        passes = self._engine.passes
-        measured = passes.tracked and not passes.broke_off
+        if not self._engine.resident:
+            self._observe_batch(recording, batch, measured=passes.tracked and not passes.broke_off)
+        elif passes.tracked and recording.training is self._setup.training:
+            both = batch if self._measured is None else self._measured.beside(batch)
+            whole = not trains or self._passes_of_step >= self._setup.accumulate
+            self._measured = both if whole else None
+
+    def _observe_batch(self, recording: PassRecording, batch: BatchShape, *, measured: bool) -> None:
+        """Keep a recorded pass that began with a call; ``measured``: its non-model bytes are known to the end."""
+        passes, in_force = self._engine.passes, self._in_force
         if measured and not passes.refused and recording.training and not recording.ends_backward:
             self._others.note_dropped(recording, batch)
-        if recording.overrun or (self._estimated and recording.training and self._is_wrong(recording)):
-            self._leave_more_room()
-        known = self._plan is not None and not self._estimated and self._planned_for.covers(batch)
-        if known and measured and recording.left_plan and recording.makes_gradients:
-            why = self._engine.counters.last_divergence
-            self._left.note(passes.gradient_passes, why, several=bool(batch.later))
-        if not measured or not recording.complete:
+        if recording.overrun or (recording.training and in_force.is_wrong(recording)):
+            in_force.plan_roomier()
+        if not measured:
+            return
+        served = in_force.serves(batch)
+        if served and recording.left_plan and recording.makes_gradients:
+            self._left.note(passes.gradient_passes, self._engine.counters.last_divergence, several=bool(batch.later))
+        if not recording.complete:
             return
         if recording.training is not self._setup.training:
-            self._others.note_evaluation(self._plan, recording, batch, self._engine.constant_bytes)
-            return
-        if known and not self._left.note_recorded():
-            return
-        if not batch.later or self._others.confirms(recording, self._source):
-            self._found = self._others.beside_dropped(recording, batch), batch
-
-    def _leave_more_room(self) -> None:
-        """Plan anew after a pass that took more than was planned."""
-        if self._source is not None and not self._estimated:
-            roomier = self._others.beside_dropped(*self._source)
-            if roomier.moments != self._source[0].moments:
-                self._found = roomier, self._source[1]
-                return
-        self._plan, self._estimated = None, False  # so the next pass is served and recorded on demand
-
-    def _is_wrong(self, recording: PassRecording) -> bool:
-        """Return True if the pass differs from its estimate; not called for a pass that broke off."""
-        assert self._plan is not None, "there is an estimate"
-        return bool(recording.irregular) and not begins_like_estimate(recording, self._plan.recording)
+            self._others.note_evaluation(in_force.plan, recording, batch, self._engine.constant_bytes)
+        elif (not served or self._left.note_recorded()) and (
+            not batch.later or self._others.confirms(recording, in_force.source)
+        ):
+            in_force.plan_next(self._others.beside_dropped(recording, batch), batch)
 
     # Steps.
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Carry out the plan's step, if that is the requested step."""
-        plan, homes = self._plan, self._homes
+        plan, homes = self._in_force.plan, self._homes
         if homes.displaced and (plan is None or not homes.move_to_plan(plan)):
             homes.move_down()
         if plan is None or homes.elsewhere or not fits_step(plan, self._engine.groups):
@@ -417,69 +371,11 @@ class PlanScheduler:
         if not self._engine.store.synchronous:
             self._recover()  # in a loop that never calls the model itself
         self._before_step = self._engine.passes.gradient_passes
-        if self._found is None or all(group.pinned for group in self._engine.groups):
-            if self._others.in_a_row:
-                self._others.end_row()
-            return
-        recording, batch = self._found
-        self._found = None
-        if self._estimated and self._plan is not None and matches_estimate(recording, self._plan.recording):
-            self._estimated, self._recorded = False, True
-            return
-        before, done = self._plan, self._serve_both(recording, batch)
-        if done is None:
-            if before is not None and not self._estimated and not self._others.is_due(batch, self._planned_for):
-                return
-            done = self._adopt(recording, batch)
-        if not done:
-            self._found = recording, batch  # memory has live aliases: try again after the next pass
-            return
-        if self._recorded and self._plan is not before:
-            self._engine.counters.replanned()
-        self._estimated, self._recorded = False, True
-
-    def _serve_both(self, recording: PassRecording, batch: BatchShape) -> bool | None:
-        """Make one plan serve such passes and those before; return False if that is not possible now, None if never."""
-        if self._source is None or batch.replaces(self._planned_for):
-            return None
-        source, before = self._source
-        both, batches = self._others.join(source, recording), before.beside(batch)
-        if both is None:
-            return None
-        if both.moments == source.moments:  # there is room already
-            self._planned_for, self._source = batches, (both, batches)
-            return True
-        try:
-            return self._adopt(both, batches)
-        except DoesNotFit:
-            self._others.note_failure()
-            return None
-
-    def _adopt(self, recording: PassRecording, batch: BatchShape) -> bool:
-        """Plan from these moments and move everything to the plan's places; return False if it is not possible now."""
-        started = time.monotonic()
-        plan = self._asking.find(recording, batch, self._spare_bytes)
-        if not self._put_in_force(plan, recording, batch):
-            return False
-        self._others.begin_plan()
-        self._say(
-            f"{self._model_name}: planned {len(plan.recording.moments)} moments of {len(plan.order)} groups in "
-            f"{time.monotonic() - started:.1f} s; {plan.planned.prediction.step_time_s:.3g} s a step are predicted for "
-            f"{self._asking.machine.name}"
-        )
-        return True
+        if self._in_force.found is not None:
+            self._in_force.replan()
+        elif self._others.in_a_row:
+            self._others.end_row()
 
     def _say(self, text: str) -> None:
-        """Log a line."""
-        log_line(text)
-
-    @defer_interrupts_installing
-    def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
-        if self._engine.speculation is not None:
-            self._engine.speculation.free()  # the new plan says for how much there is room
-        if not self._homes.move_to_plan(plan):
-            return False
-        self._engine.store.device.trim_host()
-        self._engine.store.ledger.note_foreseen(0)
-        self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
-        return True
+        """Log a line about the model."""
+        log_line(f"{self._model_name}: {text}")

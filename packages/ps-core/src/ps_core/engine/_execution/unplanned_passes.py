@@ -14,8 +14,8 @@ READ_OUTSIDE = "its parameters are read outside of any call of its modules"
 class UnplannedPasses:
     """Count training passes that no plan can be made from, while there is no plan."""
 
-    def __init__(self, model_name: str, say: Callable[[str], None]) -> None:
-        self._model_name, self._say = model_name, say
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._in_a_row = 0
         self._told = False
 
@@ -25,7 +25,7 @@ class UnplannedPasses:
         self._in_a_row = self._in_a_row + 1 if why else 0
         if self._in_a_row >= _TOLD_AFTER and not self._told:
             self._told = True
-            self._say(f"{self._model_name}: no plan can be made, so passes run on demand: {why}")
+            self._say(f"no plan can be made, so passes run on demand: {why}")
 
 
 class LeftPlans:
@@ -35,8 +35,8 @@ class LeftPlans:
     ones are made after 4, 8, 16 ..., because passes that differ each time gain nothing by another plan.
     """
 
-    def __init__(self, model_name: str, say: Callable[[str], None]) -> None:
-        self._model_name, self._say = model_name, say
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._total = self._in_a_row = 0
         self._last = 0
         """Number of the last pass that left the plan."""
@@ -52,8 +52,7 @@ class LeftPlans:
         self._total += 1
         if self._total == _TOLD_AFTER:
             self._say(
-                f"{self._model_name}: passes leave their plan, and run on demand from there: {why}; another plan is "
-                "made if this goes on"
+                f"passes leave their plan, and run on demand from there: {why}; another plan is made if this goes on"
             )
         if self._in_a_row >= 2 ** (self._plans + 1):
             self._plans += 1

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import reduce
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any
 
 from ps_core._errors import DoesNotFit
 from ps_core._layout import Layout
@@ -29,7 +29,7 @@ from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.merged_moments import merged
 from ps_core.engine._tracing.activation_log import ActivationLog
 from ps_core.engine._tracing.batch_shape import BatchShape
-from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
+from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording, Recorded
 
 
 def exchange_texts(together: AsyncCollectives, text: str, what: str) -> list[str]:
@@ -39,9 +39,6 @@ def exchange_texts(together: AsyncCollectives, text: str, what: str) -> list[str
     found: list[bytes] = []
     together.start(lambda session: found.extend(session.exchange(mine.ljust(max(sizes), b"\0"), what))).wait()
     return [each[:size].decode() for each, size in zip(found, sizes, strict=True)]
-
-
-Recorded: TypeAlias = tuple[PassRecording, BatchShape]
 
 
 def _row(moment: MomentRecord, constant_bytes: int) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ps_core._errors import DoesNotFit
 from ps_core._extents import SegmentName
 from ps_core._options import Options
 from ps_core._planner.search import Setup
@@ -26,7 +25,6 @@ from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.module_guards import called_part
-from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
 from ps_core.engine._execution.unplanned_passes import READ_OUTSIDE
 from ps_core.engine._optim.group_step import SettingsOf
@@ -36,23 +34,20 @@ from ps_core.engine._sharding.following_driver import FollowingDriver, ReadingDr
 from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts
 from ps_core.engine._sharding.planned_collectives import LeftOver, collectives_of, queue_for
 from ps_core.engine._sharding.planned_driver import RanksPlanDriver
+from ps_core.engine._sharding.ranks_plan import RanksPlan
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._support.log import log_line
-from ps_core.engine._tracing.batch_shape import BatchShape, describe_call, within_a_module
-from ps_core.engine._tracing.first_pass import matches_estimate
+from ps_core.engine._tracing.batch_shape import describe_call, within_a_module
 from ps_core.engine._tracing.pass_recording import PassRecording
 
 _ASKED_EVERY = 64
 """Without an optimizer, ranks ask each other for new recordings at least once in so many passes."""
-_PLANS_AT_ONCE = 8
-"""Number of plans that ranks make as soon as there is a new recording; then they wait for 2, 4, 8 ... steps."""
 
 
 class RanksScheduler(PlanScheduler):
     """Plans for one rank's engine together with the other ranks, and chooses the driver of its passes."""
 
-    _asking: RanksPlanRequest
+    _in_force: RanksPlan
 
     def __init__(
         self, engine: Engine, setup: Setup, *, model_name: str, options: Options, cast: torch.dtype | None
@@ -63,21 +58,14 @@ class RanksScheduler(PlanScheduler):
         self._together = engine.residency.together
         super().__init__(engine, setup, model_name=model_name, options=options, cast=cast)
         self._shards.serve()
-        self._plans_made = 0
-        """How often the ranks told each other what they recorded; the same on all ranks."""
         self._calls = 0
         """Calls of the root module so far, counted for a model without an optimizer; the same on all ranks."""
-        self._steps_until_plan = 0
-        """Steps before they tell each other again: ranks that never do the same must not plan in every step."""
-        self._mine: tuple[PassRecording, BatchShape] | None = None
-        """This rank's part of an estimated plan: its estimate, or the pass that ran since."""
         self._same_call: bool | None = None
         """True if all ranks made the same first call; None until they compared it."""
-        self._refused: tuple[PassRecording, BatchShape] | None = None
-        """The recording that no plan was found for."""
 
-    def _request(self, options: Options) -> PlanRequest:
-        return RanksPlanRequest(self._engine, self._model_name, self._setup, options, self._together)
+    def _no_plan_yet(self, options: Options) -> RanksPlan:
+        asking = RanksPlanRequest(self._engine, self._model_name, self._setup, options, self._together)
+        return RanksPlan(self._engine, asking, self._homes, self._others, self._say, self._shards)
 
     def _replay(
         self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: Stepping | None = None
@@ -103,28 +91,13 @@ class RanksScheduler(PlanScheduler):
         """Plan before a pass of a model without an optimizer, if it is time to ask and a rank has a new recording."""
         done, self._calls = self._calls, self._calls + 1
         if done and (done & (done - 1) == 0 or done % _ASKED_EVERY == 0):
-            wanted = float(self._found is not None)
+            wanted = float(self._in_force.found is not None)
             if any(self._alike.compare_free_bytes(wanted, "whether a pass is to be planned")):
-                self._plan_recorded()
+                self._in_force.replan()
 
     def _request_free_bytes(self, size_bytes: int) -> None:
         """Tell the other ranks with the next comparison to leave more free."""
         self._alike.propose_free_bytes(size_bytes)
-
-    def _leave_more_free(self, plan: EnginePlan) -> EnginePlan:
-        """Plan again with more left free, if a rank told that memory ran out; all ranks begin the same pass."""
-        before, free_bytes = self._spare_bytes, self._alike.take_free_bytes()
-        if not free_bytes:
-            return plan
-        assert self._source is not None, "there is a plan"
-        self._spare_bytes += free_bytes
-        try:
-            self._adopt(*self._source)
-            self._engine.counters.replanned()
-        except DoesNotFit:
-            self._spare_bytes = before
-            self._say(f"{self._model_name}: memory ran out, and no plan leaves more free, so the plan stays")
-        return plan if self._plan is None else self._plan
 
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plan the first pass from what the ranks estimate; if a rank cannot, it goes without a plan.
@@ -137,13 +110,7 @@ class RanksScheduler(PlanScheduler):
         alike = self._same_call
         estimates = self._estimates.possible and (self._together.process == 0 or not alike)
         recording = self._estimates.estimate(module, args, kwargs) if estimates else None
-        mine = [] if recording is None else [(recording, self._batch)]
-        texts = self._exchange_passes(mine, "the estimated pass")
-        if alike:
-            texts, recording = self._asking.take_estimate(texts)
-        self._mine = None if recording is None else (recording, self._batch)
-        self._plan_from(texts)
-        self._estimated = self._plan is not None
+        self._in_force.foresee_together(recording, self._batch, alike=alike)
 
     def _make_same_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Return True if all ranks make the same first call of models that are alike."""
@@ -170,7 +137,7 @@ class RanksScheduler(PlanScheduler):
 
         Whether a pass goes by the plan is decided by what is the same on all ranks.
         """
-        plan, batch = self._plan, None if backward else self._batch
+        plan, batch = self._in_force.plan, None if backward else self._batch
         if batch is None and training and not backward and self._setup.training:
             batch = called_part()
         self._served, self._part, self._batch = batch, batch, None
@@ -190,15 +157,18 @@ class RanksScheduler(PlanScheduler):
             if training:
                 self._sums.begin_pass()
             return UnplannedDriver(self._shards, self._sums, self._engine.counters, training=training)
-        plan = self._leave_more_free(plan)
+        free_bytes = self._alike.take_free_bytes()  # which a rank asked for; all begin the same pass
+        if free_bytes and not self._in_force.leave_free(free_bytes):
+            self._say("memory ran out, and no plan leaves more free, so the plan stays")
+        plan = self._in_force.plan or plan
         micro = plan.micro_segments
         segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
         if training:
             self._sums.begin_pass()
-        if not why and (why := self._others.why_unserved(batch, self._planned_for, training=training)):
+        if not why and (why := self._others.why_unserved(batch, self._in_force.batch, training=training)):
             with self._shards.moving:
                 self._free_for_unplanned(training)
-        elif not why and self._homes.elsewhere and not self._move_to_plan(plan):
+        elif not why and self._homes.elsewhere and not self._in_force.move_homes(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if not why:
             return self._replay(plan, segment, tracked=training is self._setup.training and self._is_watched())
@@ -206,28 +176,16 @@ class RanksScheduler(PlanScheduler):
         left = LeftOver(collectives_of(plan, plan.segments[segment]), {}, queue_for(segment, self._shards))
         return FollowingDriver(left, plan.learning, self._shards, self._sums, self._engine.counters)
 
-    def _put_in_force(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
-        """Follow the plan, as all ranks do. This one may be unable to move its shards to the plan's places now."""
-        self._homes.expect_move()
-        self._plan, self._planned_for, self._source = plan, batch, (recording, batch)
-        self._move_to_plan(plan)
-        return True
-
     def forget_plan(self) -> None:
         """Drop the plan and the order of collectives, because groups change on all ranks."""
         with self._shards.moving:
             super().forget_plan()
-        self._mine, self._refused, self._plans_made, self._steps_until_plan, self._calls = None, None, 0, 0, 0
-        self._same_call = None
+        self._calls, self._same_call = 0, None
 
     def plan_abandoned(self, *, needs_more: bool) -> None:
         """Note that a pass of this rank left the plan, whose collectives it goes on with."""
         with self._shards.moving:
             super().plan_abandoned(needs_more=needs_more)
-
-    def _move_to_plan(self, plan: EnginePlan) -> bool:
-        with self._shards.moving:
-            return self._homes.move_to_plan(plan)
 
     def _has_gradients_over_weights(self) -> bool:
         """Return True if a weight's shard is overwritten; the same on all ranks."""
@@ -243,64 +201,27 @@ class RanksScheduler(PlanScheduler):
         batch, self._served = self._served, None
         passes = self._engine.passes
         trains = recording.training and self._setup.training and not passes.broke_off
-        if trains and self._plan is None and self._found is None:
+        if trains and self._in_force.none_yet:
             self._unplanned.note(recording, READ_OUTSIDE if batch is None else "")
         if batch is None or passes.broke_off or not recording.complete or not passes.tracked:
             return
-        if recording.training is not self._setup.training:
-            self._others.note_evaluation(self._plan, recording, batch, self._engine.constant_bytes)
-        elif self._estimated and self._mine is not None:
-            if not matches_estimate(recording, self._mine[0]):
-                self._found = recording, batch
-            self._mine = recording, batch
-        elif self._plan is None or passes.followed or not self._planned_for.covers(batch):
-            self._found = recording, batch
+        if recording.training is self._setup.training:
+            self._in_force.note_pass(recording, batch, left_plan=passes.followed)
+        else:
+            self._others.note_evaluation(self._in_force.plan, recording, batch, self._engine.constant_bytes)
 
     def maybe_replan(self) -> None:
         """Tell the other ranks, as the step is compared, whether this one has a pass to plan from."""
         self._recover()
         self._before_step = self._engine.passes.gradient_passes
-        self._steps_until_plan = max(0, self._steps_until_plan - 1)
-        wanted = self._found is not None and not self._steps_until_plan
-        self._alike.propose_plan(wanted=wanted)
+        self._alike.propose_plan(wanted=self._in_force.wants_plan())
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Plan if the ranks agreed to; then carry out the plan's step, if it is the step that is wanted."""
-        if self._alike.agreed_to_plan:
-            self._plan_recorded()
-        elif self._estimated:
-            self._recorded = True
-        self._estimated, self._mine = self._estimated and not self._recorded, None
+        self._in_force.begin_step(plans=self._alike.agreed_to_plan)
         return super().step(settings_of, factor)
-
-    def _plan_recorded(self) -> None:
-        """Plan from what the ranks recorded; wait longer for the next time after many plans."""
-        kept = self._mine if self._estimated else self._source
-        mine = [each for each in (None if kept is self._found else kept, self._found) if each is not None]
-        self._plans_made += 1
-        self._steps_until_plan = 2 ** max(0, self._plans_made - _PLANS_AT_ONCE + 1)
-        self._plan_from(self._exchange_passes(mine, "the recorded pass"))
-        self._recorded = True
-
-    def _exchange_passes(self, mine: list[tuple[PassRecording, BatchShape]], what: str) -> list[str]:
-        """Tell the other ranks what this one recorded or estimated; return what each one tells."""
-        self._found = None
-        return exchange_texts(self._together, self._asking.to_text(mine), what)
-
-    def _plan_from(self, texts: list[str]) -> None:
-        """Follow a plan of what the ranks told each other, if there is one."""
-        combined = self._asking.combine(texts)
-        if combined is None or combined in (self._source, self._refused):  # the same on all ranks
-            return
-        try:
-            self._adopt(*combined)
-            if self._recorded:
-                self._engine.counters.replanned()
-        except DoesNotFit as error:
-            self._refused = combined
-            self._say(f"{self._model_name}: no plan fits, so ranks ask each other for weights: {error}")
 
     def _say(self, text: str) -> None:
         """Log a line on one rank."""
         if self._together.process == 0:
-            log_line(text)
+            super()._say(text)

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ps_core._trace import Amounts, Moment, Phase, Tensor, Trace
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._tracing.activation_log import ActivationLog, TracedActivations
+from ps_core.engine._tracing.batch_shape import BatchShape
 
 ENDED_IN_BACKWARD = (
     "in backward a hook reads gradients or states, calls the model, or runs another backward: do that after backward()"
@@ -173,3 +175,7 @@ class PassRecording:
                 of[index].numel * (2.0 + 2.0 * backward + 2.0 * (backward and of[index].group.index in recomputed))
                 for backward, index in new
             )
+
+
+Recorded: TypeAlias = tuple[PassRecording, BatchShape]
+"""A recorded or estimated pass, and its batch."""
