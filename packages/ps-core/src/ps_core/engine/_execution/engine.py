@@ -65,6 +65,7 @@ class Engine:
         """The processes that share the model; None: there is one."""
         self.processes = 1 if together is None else together.processes
         self.residency, self.gradients, self.updater = parts.residency, parts.gradients, parts.updater
+        self.demand = parts.demand
         self.passes = PassTracker(parts, self.records, counters, constant_bytes, scheduler(self))
         self._deciding = StepDecisions(self.gradients)
         self._awaits: WeakMethod[Callable[[torch.Tensor], bool]] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from ps_core._errors import DoesNotFit
+from ps_core.engine._execution.driver_protocols import PassDriver
 from ps_core.engine._execution.nonmodel_memory import NonModelMemory
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large
@@ -31,16 +32,20 @@ class PassBudget:
         self.late: DoesNotFit | None = None
         """The error for the pass before, which the next pass raises as it begins; None: there is none."""
 
-    def measure(self, moment: MomentRecord, *, planned: bool) -> tuple[int, int]:
-        """Return the bytes that a moment took of the compute tier, and by how many they exceed its budget."""
-        needed = self._nonmodel.measure(moment, planned=planned)
-        return needed, needed - self._store.tiers[0].capacity_bytes
+    def is_exceeded(self, moment: MomentRecord, driver: PassDriver, excess: Excess, *, planned: bool) -> bool:
+        """Measure what a moment took; return True if the plan has to be left for that.
 
-    def raise_excess(self, moment: MomentRecord, needed: int, *, later: bool) -> None:
-        """Raise `DoesNotFit` for a moment that took ``needed`` bytes; ``later``: keep it for `raise_late`."""
-        if not later:
-            raise self._error_for(moment, needed)
-        self.late = _of_the_pass_before(self._error_for(moment, needed))
+        Without a plan `DoesNotFit` is raised, or kept for `raise_late`. The driver may free bytes first.
+        """
+        needed = self._nonmodel.measure(moment, planned=planned)
+        over = needed - self._store.tiers[0].capacity_bytes
+        if over <= 0 or excess is Excess.IGNORE or driver.free_optional_bytes(over) >= over:
+            return False
+        if not planned:
+            if excess is Excess.RAISE:
+                raise self._error_for(moment, needed)
+            self.late = _of_the_pass_before(self._error_for(moment, needed))
+        return planned
 
     def _error_for(self, moment: MomentRecord, needed: int) -> DoesNotFit:
         if self._store.resident:

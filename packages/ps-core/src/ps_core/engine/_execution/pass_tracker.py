@@ -32,7 +32,14 @@ from ps_core.engine._parameters.saved_tensors import free_broken_backward, in_ch
 from ps_core.engine._support.counters import Counters
 from ps_core.engine._support.interrupts import defer_interrupts, install, uninstall
 from ps_core.engine._tracing.input_tensors import tensors_of
-from ps_core.engine._tracing.pass_recording import ENDED_IN_BACKWARD, LEFT_PLAN, MOST_CALLS, MomentRecord, PassRecording
+from ps_core.engine._tracing.pass_recording import (
+    ENDED_IN_BACKWARD,
+    LEFT_PLAN,
+    MOST_CALLS,
+    MomentRecord,
+    PassRecording,
+    held_after,
+)
 
 _INDEX, _GRADS = attrgetter("index"), attrgetter("grads")
 _graph_task = torch._C._current_graph_task_id
@@ -321,33 +328,14 @@ class PassTracker:
             ) and self._gradients.write_over_weight(record):
                 moment.grads[record.index] = None
         if self.tracked:
-            self._check_budget(moment, excess)
+            planned = isinstance(self.driver, PlanDriver)
+            if self.budget.is_exceeded(moment, self.driver, excess, planned=planned):
+                if self.recording is not None:
+                    self.recording.overrun = True
+                self.diverge(Diverged(f"{moment.name} takes more than was planned"), needs_more=True)
         if self.observer is not None and self.recording is not None:
             self.observer(moment, len(self.recording.moments) == 1)
-        held: list[ParamState] = []
-        if not self.nonmodel.counting:
-            return held  # the pass is not recorded
-        groups = dict.fromkeys(moment.reads)
-        for index in moment.held:
-            groups[self._record_of[index].group.index] = None
-        for index in groups:
-            for record in self._groups[index].tensors:
-                if record.bound is not None and record.bound.aliased:
-                    held.append(record)
-        return held
-
-    def _check_budget(self, moment: MomentRecord, excess: Excess) -> None:
-        """Measure how much of the compute tier a moment took; if that is too much, leave the plan, or raise."""
-        planned = isinstance(self.driver, PlanDriver)
-        needed, over = self.budget.measure(moment, planned=planned)
-        if over <= 0 or excess is Excess.IGNORE or self.driver.free_optional_bytes(over) >= over:
-            return
-        if not planned:
-            self.budget.raise_excess(moment, needed, later=excess is Excess.RAISE_LATER)
-            return
-        if self.recording is not None:
-            self.recording.overrun = True
-        self.diverge(Diverged(f"{moment.name} takes more than was planned"), needs_more=True)
+        return held_after(moment, self._groups, self._record_of) if self.nonmodel.counting else []
 
     # Begin and end a pass.
 
@@ -452,38 +440,31 @@ class PassTracker:
         if self._counters.recorder is not None:
             self._counters.recorder.end_moment()
         with torch.no_grad():
+            if not isinstance(self.driver, PlanDriver):
+                self._finish_without_plan(broken_by)
+                return
             try:
                 self.driver.finish()
-            except Diverged as why:
-                recording.irregular = LEFT_PLAN
-                self.diverge(why)
-                self._finish_without_plan(broken_by)
             except BaseException as why:  # out of memory, say: the plan is left, or its home slots stayed lent
-                if isinstance(self.driver, PlanDriver):
-                    recording.irregular = LEFT_PLAN
-                    self.diverge(Diverged(str(why)))
-                    self._finish_without_plan(broken_by)
-                elif self._defer_collectives(why, broken_by):
-                    return
-                raise
+                recording.irregular = LEFT_PLAN
+                self.diverge(why if isinstance(why, Diverged) else Diverged(str(why)))
+                self._finish_without_plan(broken_by)
+                if not isinstance(why, Diverged):
+                    raise
 
     def _finish_without_plan(self, broken_by: type[BaseException] | None) -> None:
+        """End the driver; if memory is short for its collectives, keep it for `_run_deferred_collectives`.
+
+        Nothing is raised then if another exception ended the pass: that one keeps the pass's activations alive.
+        """
         try:
             self.driver.finish()
-        except (DeviceOutOfMemory, DoesNotFit) as why:
-            if not self._defer_collectives(why, broken_by):
+        except (DeviceOutOfMemory, DoesNotFit):
+            if self.driver is self.demand:
                 raise
-
-    def _defer_collectives(self, why: BaseException, broken_by: type[BaseException] | None) -> bool:
-        """Keep the driver for `_run_deferred_collectives`, if memory was short for its collectives.
-
-        Return True if the caller must not raise ``why``: another exception ended the pass, and is raised. That one
-        keeps the pass's activations alive.
-        """
-        if not isinstance(why, DeviceOutOfMemory | DoesNotFit) or self.driver is self.demand:
-            return False
-        self.deferred = self.driver
-        return broken_by is not None
+            self.deferred = self.driver
+            if broken_by is None:
+                raise
 
     def _run_deferred_collectives(self) -> None:
         """Run the collectives for which memory was short when their pass ended: the other ranks wait for them."""

@@ -203,7 +203,7 @@ class PlanScheduler:
         """Choose the plan's driver where the plan serves the pass, else the on-demand driver."""
         engine, plan = self._engine, self._in_force.plan
         if backward and not engine.resident:
-            return engine.passes.demand
+            return engine.demand
         if engine.speculation is not None:
             engine.speculation.undo()
         self._served, self._part, self._batch = self._batch, self._batch, None
@@ -211,21 +211,21 @@ class PlanScheduler:
             return ResidentDriver(tracked=self._measured is None or not self._measured.covers(self._served))
         if self._served is None and training and self._setup.training:
             self._served = self._part = called_part()
-        demand = engine.passes.demand
+        demand = engine.demand
         if plan is None or (training and self._left.to_record):
             demand.expect(None)
             self._homes.move_down()
-            return self._uncapped(demand)
+            return self._uncapped()
         if self._served is None and not within_a_module():
             demand.expect(None)
             self._homes.make_room_to_read()
-            return self._uncapped(demand)
+            return self._uncapped()
         planned = self._in_force.batch
         if self._served != planned and (why := self._others.why_unserved(self._served, planned, training=training)):
             engine.counters.diverged(why)
             demand.expect(None)
             self._free_for_unplanned(training)
-            return self._uncapped(demand)
+            return self._uncapped()
         if demand.highest_nonmodel_bytes != plan.nonmodel_bytes:
             demand.expect(plan.nonmodel_bytes)
         if demand.fetched:
@@ -238,7 +238,7 @@ class PlanScheduler:
         if why:
             engine.counters.diverged(why)
             self._free_for_unplanned(training)
-            return self._uncapped(demand)
+            return self._uncapped()
         if self._caps:  # not by an estimate, which misses what a device's libraries take for themselves
             engine.store.device.cap_allocator(
                 None if self._in_force.estimated else engine.store.tiers[0].capacity_bytes
@@ -265,11 +265,11 @@ class PlanScheduler:
             plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked, stepping=stepping
         )
 
-    def _uncapped(self, demand: OnDemandDriver) -> OnDemandDriver:
-        """Lift the allocator's cap for a pass on demand, which cannot leave more room."""
+    def _uncapped(self) -> OnDemandDriver:
+        """Return the driver on demand, which cannot leave more room: the allocator has no cap meanwhile."""
         if self._caps:
             self._engine.store.device.cap_allocator(None)
-        return demand
+        return self._engine.demand
 
     def _is_watched(self) -> bool:
         """Return True if the non-model bytes of a planned pass are counted."""
@@ -282,7 +282,7 @@ class PlanScheduler:
         if peak is None:
             self._homes.move_down()
             return
-        self._engine.passes.demand.expect(peak)
+        self._engine.demand.expect(peak)
         self._homes.make_room_beside(peak)
 
     def forget_plan(self) -> None:
@@ -355,8 +355,8 @@ class PlanScheduler:
         try:
             replay.step(settings_of, factor)
         except BaseException as why:
-            engine.passes.demand.adopt(engine.groups)
-            engine.passes.demand.finish()
+            engine.demand.adopt(engine.groups)
+            engine.demand.finish()
             homes.plan_abandoned(plan, needs_more=False)
             if not isinstance(why, Diverged):
                 raise

@@ -179,3 +179,10 @@ class PassRecording:
 
 Recorded: TypeAlias = tuple[PassRecording, BatchShape]
 """A recorded or estimated pass, and its batch."""
+
+
+def held_after(moment: MomentRecord, groups: list[ParamGroup], record_of: dict[int, ParamState]) -> list[ParamState]:
+    """Return the parameters with live aliases, of the groups that a moment read or held parameters of."""
+    looked_at = dict.fromkeys((*moment.reads, *(record_of[index].group.index for index in moment.held)))
+    found = (record for index in looked_at for record in groups[index].tensors)
+    return [record for record in found if record.bound is not None and record.bound.aliased]
