@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ps_core import AdamW, Budget
 from ps_core.engine import HostEmbedding, chunked, release, statistics
-from ps_core.engine._parameters.managed_parameter import _SHAPED
+from ps_core.engine._parameters.function_kinds import SHAPED
 
 MAKERS: dict[str, Callable[[Any], Tensor]] = {
     "zeros_like": torch.zeros_like,
@@ -64,4 +64,4 @@ def test_made_without_fetching(name: str, precision: str) -> None:
 
 
 def test_every_function_is_tried() -> None:
-    assert {function.__name__ for function in _SHAPED} == set(MAKERS)
+    assert {function.__name__ for function in SHAPED} == set(MAKERS)

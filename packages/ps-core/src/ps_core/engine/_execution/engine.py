@@ -28,7 +28,7 @@ from ps_core.engine._optim.group_step import SettingsOf, StepDecision, StepDecis
 from ps_core.engine._optim.settings import Outcome
 from ps_core.engine._parameters.errors import changed_in_place, not_trained
 from ps_core.engine._parameters.fp32_masters import Masters
-from ps_core.engine._parameters.managed_parameter import Function
+from ps_core.engine._parameters.function_kinds import Function
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace
 from ps_core.engine._support.counters import Counters

@@ -26,7 +26,8 @@ from ps_core.engine._execution.refuse_use import Usability
 from ps_core.engine._memory.chunk import SlotView
 from ps_core.engine._optim.group_step import StepDecisions
 from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradient, whole_table
-from ps_core.engine._parameters.managed_parameter import OPENING, Function, ManagedParameter, aliased, version_of
+from ps_core.engine._parameters.function_kinds import OPENING, Function
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, aliased, version_of
 from ps_core.engine._parameters.param_state import HOST, ParamState
 from ps_core.engine._parameters.saved_tensors import AliasPolicy, SavedTensors
 from ps_core.engine._parameters.state_transitions import SlotContents

@@ -8,7 +8,6 @@ each managed parameter among its arguments. So no function can meet memory that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -16,12 +15,24 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ps_core._errors import UnsupportedParameter
+from ps_core.engine._parameters.function_kinds import (
+    AUTOGRAD,
+    DEL_GRAD,
+    GET_DATA,
+    GET_GRAD,
+    GET_IS_LEAF,
+    PLAIN,
+    SET_DATA,
+    SET_GRAD,
+    SHAPED,
+    STRIDED,
+    Function,
+    changes_in_place,
+)
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.calling_code import calling_code
 from ps_core.engine._support.not_compiled import called_by_compiler
 from ps_core.engine._support.refuse_programs import not_a_program, tracing_state
-
-Function = Callable[..., Any]
 
 
 class ParameterOwner(Protocol):
@@ -49,75 +60,9 @@ class ParameterOwner(Protocol):
         """Store the gradient of a table on the host, which autograd did not see."""
 
 
-def _descriptor(name: str) -> Any:
-    """Return a tensor property itself (any: a C descriptor, which PyTorch's stubs type as its value)."""
-    return getattr(torch.Tensor, name)
-
-
-def _getters(*names: str) -> set[Function]:
-    return {_descriptor(name).__get__ for name in names}
-
-
-def _methods(*names: str) -> set[Function]:
-    return {getattr(torch.Tensor, name) for name in names}
-
-
-_PLAIN = frozenset(
-    _getters(
-        *("shape", "dtype", "device", "requires_grad", "grad_fn", "ndim", "layout", "_version", "output_nr"),
-        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps"),
-        *("itemsize", "nbytes", "retains_grad", "grad_dtype", "_backward_hooks", "_post_accumulate_grad_hooks"),
-    )
-    | _methods(
-        *("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed"),
-        *("get_device", "__len__", "__hash__", "requires_grad_", "register_hook", "ndimension", "retain_grad"),
-        *("register_post_accumulate_grad_hook", "is_same_size", "is_shared", "is_pinned"),
-    )
-    | {
-        _descriptor("requires_grad").__set__,
-        _descriptor("_backward_hooks").__set__,
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-        torch.is_same_size,
-    }
-)
-"""Functions that need no memory: a parameter that is elsewhere has the right shape, type and device."""
-
-_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)
-"""Functions that are given a parameter's edge in the graph in its place."""
-
-_STRIDED = frozenset(_methods("stride", "is_contiguous", "storage_offset"))
-"""Functions that are answered for the memory that a parameter has on the compute tier."""
-
-_SHAPED: frozenset[Function] = frozenset(
-    {
-        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
-        *(torch.rand_like, torch.randn_like, torch.randint_like),
-        *_methods("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
-    }
-)
-"""Functions that make a tensor like a parameter, and do not read what is in it."""
-
-OPENING = frozenset(
-    {
-        *_methods("detach", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"),
-        *_methods("_typed_storage"),
-        *_getters("__cuda_array_interface__"),
-    }
-)
-"""Functions that return the memory itself: writes there may bypass PyTorch's version counter."""
-
 LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None), torch.Size})
 """Types of most arguments that cannot contain a parameter."""
 _NESTS = (list, tuple, dict)
-
-_GET_GRAD = _descriptor("grad").__get__
-_SET_GRAD = _descriptor("grad").__set__
-_DEL_GRAD = _descriptor("grad").__delete__
-_GET_DATA = _descriptor("data").__get__
-_SET_DATA = _descriptor("data").__set__
-_GET_IS_LEAF = _descriptor("is_leaf").__get__
 
 
 class _CompiledWhole(UnsupportedParameter, AssertionError):
@@ -155,7 +100,7 @@ class ManagedParameter(nn.Parameter):
             _refuse_compiled()
         if tracing_state() is not None:
             raise not_a_program()
-        if func in _PLAIN:
+        if func in PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         found = managed(args)
@@ -169,7 +114,7 @@ class ManagedParameter(nn.Parameter):
         if not found:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _AUTOGRAD:
+        if func in AUTOGRAD:
             return func(*_as_edges(args), **dict(zip(kwargs, _as_edges(kwargs.values()), strict=True)))
         first = found[0]
         if args and args[0] is first:
@@ -184,7 +129,7 @@ class ManagedParameter(nn.Parameter):
     @staticmethod
     def answers(func: Function, args: Any) -> bool:
         """Return True for a function that needs no memory, or that the class itself answers or refuses."""
-        if func in _PLAIN or func in _AUTOGRAD:
+        if func in PLAIN or func in AUTOGRAD:
             return True
         return bool(args) and type(args[0]) is ManagedParameter and (func in _SPECIAL or changes_in_place(func))
 
@@ -237,15 +182,6 @@ def aliased(values: Any, every: bool) -> Any:
     if isinstance(values, dict):
         return {name: aliased(value, every) for name, value in values.items()}
     return values
-
-
-@cache
-def changes_in_place(func: Function) -> bool:
-    """Return True if a function, by its name, changes its first argument."""
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")) or name == "__setitem__"
-    return name.endswith("_")
 
 
 def call_fetched(found: list[ManagedParameter], func: Function, args: Any, kwargs: Any) -> Any:
@@ -359,16 +295,16 @@ def _shaped(parameter: ManagedParameter, func: Function, args: Any, kwargs: Any)
 
 
 _SPECIAL: dict[Function, Callable[[ManagedParameter, Function, Any, Any], Any]] = {
-    _GET_GRAD: _get_grad,
-    _SET_GRAD: _set_grad,
-    _DEL_GRAD: _set_grad,
-    _GET_DATA: _get_data,
-    _SET_DATA: _set_data,
-    _GET_IS_LEAF: _is_leaf,
+    GET_GRAD: _get_grad,
+    SET_GRAD: _set_grad,
+    DEL_GRAD: _set_grad,
+    GET_DATA: _get_data,
+    SET_DATA: _set_data,
+    GET_IS_LEAF: _is_leaf,
     torch.Tensor.detach: _detach,
     torch.Tensor.share_memory_: _share,
-    **dict.fromkeys(_STRIDED, _strided),
-    **dict.fromkeys(_SHAPED, _shaped),
+    **dict.fromkeys(STRIDED, _strided),
+    **dict.fromkeys(SHAPED, _shaped),
 }
 
 

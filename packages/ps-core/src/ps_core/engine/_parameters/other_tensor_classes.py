@@ -16,7 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ps_core._errors import UnsupportedParameter
-from ps_core.engine._parameters.managed_parameter import LEAVES, Function, ManagedParameter, call_fetched, managed
+from ps_core.engine._parameters.function_kinds import Function
+from ps_core.engine._parameters.managed_parameter import LEAVES, ManagedParameter, call_fetched, managed
 from ps_core.engine._parameters.saved_tensors import in_checkpoint
 
 _DISABLED = torch._C._disabled_torch_function_impl

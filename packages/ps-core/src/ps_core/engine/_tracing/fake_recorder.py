@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ps_core._trace import Amounts, Moment, Phase
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
-from ps_core.engine._parameters import managed_parameter
+from ps_core.engine._parameters.function_kinds import DEL_GRAD, GET_GRAD, PLAIN, SET_GRAD, STRIDED
 from ps_core.engine._support.interrupts import interrupt_waits
 from ps_core.engine._tracing.activation_log import ActivationLog, TracedActivations
 from ps_core.engine._tracing.op_costs import amounts_of
@@ -32,11 +32,7 @@ from ps_core.engine._tracing.op_costs import amounts_of
 _aten = torch.ops.aten
 _UNKNOWN_SIZES = (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn)
 """Operators whose fakes report zero saved bytes for backward: the peak would be several times too low."""
-_NO_TOUCH = (
-    managed_parameter._PLAIN
-    | managed_parameter._STRIDED
-    | {managed_parameter._GET_GRAD, managed_parameter._SET_GRAD, managed_parameter._DEL_GRAD}
-)
+_NO_TOUCH = PLAIN | STRIDED | {GET_GRAD, SET_GRAD, DEL_GRAD}
 """Functions that the engine, too, answers without the parameter's memory."""
 
 
