@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from _inputs_of_train import changed, row, without
 from ps_core._workloads.named_shapes import shape
-from ps_models import GPT, GPTClassifier, GPTConfig, build
+from ps_models import GPT, GPTClassifier, GPTConfig, build, use_chunked_loss
 from ps_models._generate import generate
 from ps_models._layers import TiledLinear
 
@@ -61,6 +63,24 @@ row(
     lambda: GPTClassifier(GPTConfig(shape=untied(), head_tiles=2), classes=3),
     lambda: GPTClassifier(GPTConfig(shape=untied()), classes=3),
     lambda: GPT(GPTConfig(shape=untied(), head_tiles=2)),
+)
+
+
+def llama(adapted: tuple[str, ...] = (), chunks: int = 4) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model: Any = LlamaForCausalLM(LlamaConfig(num_attention_heads=1, num_key_value_heads=1, **sizes))
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=list(adapted)))
+    use_chunked_loss(model, chunks)
+    model(IDS, labels=IDS).loss.backward()
+
+
+row("tokens: expected a whole number", lambda: llama(chunks=0), lambda: llama(chunks=1))
+row("use_chunked_loss: {} has no part", lambda: use_chunked_loss(torch.nn.Linear(2, 2)), llama)
+row(
+    "use_chunked_loss: the head of {} is a {}.{}",
+    lambda: llama(("q_proj", "lm_head")),
+    lambda: llama(("q_proj",)),
 )
 
 

@@ -21,6 +21,8 @@ from safetensors.torch import load_file  # noqa: E402
 import ps_kernels  # noqa: E402
 from _trainer import numbers, rows  # noqa: E402
 from _transformers_folder import PAIRS, TALKS, plain_losses, save_lines, save_model, save_tokenizer  # noqa: E402
+from ps_models import _transformers_loss  # noqa: E402
+from ps_models._loss import head_loss  # noqa: E402
 from ps_models.train import main  # noqa: E402
 from ps_models.train._command_line import parse  # noqa: E402
 from ps_models.train._data import corpus  # noqa: E402
@@ -104,6 +106,24 @@ def test_the_losses_of_plain_transformers(way: str, tmp_path: Path) -> None:
     found = [row["loss"] for row in rows(tmp_path / "run")]
     assert found == plain_run(command, read_plain(tmp_path / kind.replace(" ", "-")))
     assert len(set(found)) == 4
+
+
+@pytest.mark.parametrize("more", [(), ("--lora", "2")], ids=str)
+def test_a_loss_in_chunks(more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = []
+
+    def counted(*given: Any, **how: Any) -> Any:
+        chunks.append(how["rows"])
+        return head_loss(*given, **how)
+
+    monkeypatch.setattr(_transformers_loss, "head_loss", counted)
+    assert main(words(tmp_path, *FP32, *more)) == 0
+    whole = [row["loss"] for row in rows(tmp_path / "run")]
+    assert not chunks
+    assert main(words(tmp_path, *FP32, *more, "--chunked-loss", "--out", tmp_path / "chunks")) == 0
+    assert [row["loss"] for row in rows(tmp_path / "chunks")] == pytest.approx(whole, rel=1e-6)
+    assert len(chunks) >= 4
+    assert set(chunks) == {1024}
 
 
 def test_the_losses_of_plain_peft(tmp_path: Path) -> None:
@@ -294,6 +314,7 @@ def refusals(base: Path) -> Iterator[tuple[list[str], str]]:
     yield routers, "--lora-targets: 'model.layers.0.mlp.gate' is no linear layer, so PEFT would"
     yield ["--model", "gpt-2x32", "--pack"], "--pack: found without --hf; allowed with --hf"
     yield ["--model", "gpt-2x32", "--lora", "2"], "--lora: found 2 without --hf; allowed with --hf"
+    yield ["--model", "gpt-2x32", "--chunked-loss"], "--chunked-loss: found without --hf; allowed with --hf"
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")

@@ -119,7 +119,7 @@ class _ChunkedLoss(Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913, PLR0917 - a `Function` takes no keywords
         ctx: Any,
         x_nh: Tensor,
         table_vh: Tensor,

@@ -36,7 +36,7 @@ def use_chunked_loss(model: nn.Module, tokens: int = 1024) -> None:
     """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise InvalidInput(f"tokens: expected a whole number of at least 1, found {tokens!r}")
-    language_model = next((each for each in model.modules() if _computes_loss(each)), None)
+    language_model: Any = next((each for each in model.modules() if _computes_loss(each)), None)
     if language_model is None:
         raise InvalidInput(
             f"use_chunked_loss: {type(model).__name__} has no part with transformers' loss of the next token; expected "
@@ -45,8 +45,8 @@ def use_chunked_loss(model: nn.Module, tokens: int = 1024) -> None:
     head = language_model.get_output_embeddings()
     if type(head) not in (nn.Linear, ChunkedHead):
         raise InvalidInput(
-            f"use_chunked_loss: the head of {type(language_model).__name__} is a {type(head).__name__}, expected "
-            "torch.nn.Linear; call it before adapters wrap the head, or leave the head out of target_modules"
+            f"use_chunked_loss: the head of {type(language_model).__name__} is a {type(head).__module__}."
+            f"{type(head).__name__}, expected torch.nn.Linear; leave the head out of the modules that get adapters"
         )
     loss = language_model.loss_function
     language_model.loss_function = LossInChunks(loss.whole if isinstance(loss, LossInChunks) else loss, tokens)
@@ -59,7 +59,7 @@ def use_chunked_loss(model: nn.Module, tokens: int = 1024) -> None:
 class ChunkedHead(nn.Linear):
     """A head that makes no logits while the model computes its own loss."""
 
-    def forward(self, input: Tensor) -> Any:  # noqa: A002 - as nn.Linear names it
+    def forward(self, input: Tensor) -> Any:
         """Return logits, or the input as `NotMade`."""
         return NotMade(self, input) if _with_labels.get() else super().forward(input)
 
@@ -93,7 +93,8 @@ class NotMade:
 
     def _whole(self) -> Tensor:
         warnings.warn(
-            "use_chunked_loss: this model computes with its logits before the loss, so they are made whole", stacklevel=3
+            "use_chunked_loss: this model computes with its logits before the loss, so they are made whole",
+            stacklevel=3,
         )
         return nn.functional.linear(self.x, self.head.weight, self.head.bias)
 

@@ -47,7 +47,8 @@ def _hint(suggestion: str, options: TrainOptions, needed_bytes: int) -> list[str
     half = _HALF.match(suggestion)
     if half is not None:
         smaller = f"--batch {options.batch // 2}" if options.batch > 1 else f"--seq {max(2, options.seq // 2)}"
-        return [smaller + half[1]]
+        chunked = ["--chunked-loss: not all logits are there at a time"]
+        return [*(chunked if options.hf and not options.chunked_loss else []), smaller + half[1]]
     if suggestion.startswith("x = torch.utils.checkpoint"):
         return [] if options.checkpointing else ["--checkpointing: only one block's activations are there at a time"]
     if suggestion.startswith("precision="):

@@ -37,7 +37,7 @@ def check_together(options: TrainOptions) -> None:
 
 _ONLY_NAMED = ("vocab", "offload_checkpoints", "untied_head", "cpu_embedding", "head_tiles", "mask_token")
 """Options of models that are built by name."""
-_ONLY_HF = ("lora", "pack")
+_ONLY_HF = ("lora", "pack", "chunked_loss")
 _ONLY_LORA = ("lora_targets", "lora_alpha", "lora_merge")
 
 

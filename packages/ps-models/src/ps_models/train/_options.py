@@ -63,6 +63,13 @@ class TrainOptions:
         "scale adapters by this, divided by their rank (default: twice the rank)",
         identity=True,
     )
+    chunked_loss: bool = _option(
+        False,
+        rules.flag(),
+        MODEL,
+        "with `--hf`: compute the logits of 1,024 tokens at a time, not all at once",
+        identity=True,
+    )
     vocab: int | None = _option(
         None,
         rules.whole(2, 2**31),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core.engine import load_weights
+from ps_models._transformers_loss import use_chunked_loss
 from ps_models.train._import_transformers import package_for, transformers_for
 from ps_models.train._options import TrainOptions
 from ps_models.train._tokenizers import Tokenizer
@@ -120,6 +121,8 @@ class TransformersModel:
         if whole:
             self._model, self.is_read = self._read_whole(), True
             self.names = OriginalNames(self._model)
+        if options.chunked_loss:
+            use_chunked_loss(self._model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers renames what switches checkpointing on
             found: nn.Module = self._model if options.lora is None else with_adapters(self._model, options)
