@@ -3,9 +3,8 @@
 [Note: logits that are not made]
 A causal language model of transformers computes ``logits = head(x)`` and ``loss_function(logits, labels, ...)``. Where
 it is called with labels, `ChunkedHead` returns its input as `NotMade` in place of logits. `LossInChunks` takes the
-input out, and computes logits and loss as in [Note: the chunked loss]. The model's own code is not replaced. If it does
-anything else with its logits, such as capping them, `NotMade` makes them whole: the result is the same, and takes the
-memory that it always took.
+input out, and computes logits and loss as in [Note: the chunked loss]. The model's own code is not replaced. It may do
+something else with its logits, such as capping them. Then `NotMade` makes them whole: the result is the same.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _with_labels: ContextVar[bool] = ContextVar("with_labels", default=False)
 
 
 def use_chunked_loss(model: nn.Module, tokens: int = 1024) -> None:
-    """Let a causal language model of transformers compute its loss with the logits of ``tokens`` tokens at a time.
+    """Compute the loss of a model of transformers in chunks of ``tokens`` tokens, not from all logits at once.
 
-    The model is changed in place, and may have adapters of PEFT. Where it is called with ``labels``, the result has no
-    ``logits`` then; without labels it has all of them. The names of parameters stay.
+    The causal language model is changed in place, and may have adapters of PEFT. Where it is called with ``labels``, the
+    result has no ``logits`` then; without labels it has all of them. The names of parameters stay.
     """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise InvalidInput(f"tokens: expected a whole number of at least 1, found {tokens!r}")
