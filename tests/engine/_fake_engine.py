@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -155,6 +156,9 @@ class FakeEngine:
 
     def read_state(self, record: FakeRecord, kind: Kind) -> torch.Tensor:
         return record.states[kind].clone()
+
+    def loading(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def write_state(self, record: FakeRecord, kind: Kind, value: torch.Tensor) -> None:
         record.states[kind] = value.clone()

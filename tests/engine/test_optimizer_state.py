@@ -6,16 +6,18 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from _fake_engine import FakeEngine, gradients, model
-from _states import masters_of
+from _states import masters_of, ours, train
 from _twins import ADAM, ADAMW, MOMENTUM, NO_DECAY, Spec, assert_near, steps, twin, with_groups
 from ps_core import SGD, Group, InvalidInput
 from ps_core._extents import Kind
+from ps_core.engine import WeightAverage, load_checkpoint, save_checkpoint
 from ps_core.engine._gradients.loss_scale import LossScale
 
 BOTH = [(spec, groups) for spec in (ADAMW, ADAM, MOMENTUM) for groups in ((), NO_DECAY)]
@@ -142,6 +144,22 @@ def spoil_master(state: dict[str, Any]) -> None:
     state["state"][1]["master"] = "no tensor"
 
 
+def spoil_memory(state: dict[str, Any]) -> None:
+    state["state"][3]["exp_avg"] = torch.zeros(5, device="meta")
+
+
+def spoil_layout(state: dict[str, Any]) -> None:
+    state["state"][3]["exp_avg_sq"] = torch.ones(5).to_sparse()
+
+
+def spoil_type(state: dict[str, Any]) -> None:
+    state["state"][3]["master"] = torch.ones(5, dtype=torch.complex64)
+
+
+def spoil_infinite_step(state: dict[str, Any]) -> None:
+    state["state"][3]["step"] = math.inf
+
+
 def spoil_amsgrad(state: dict[str, Any]) -> None:
     state["param_groups"][0]["amsgrad"] = True
 
@@ -163,6 +181,10 @@ def spoil_number(state: dict[str, Any]) -> None:
         (spoil_kind, "the state of '1.bias' has no 'exp_avg', found .'momentum_buffer'.: is it AdamW's?"),
         (spoil_step, "the state of '1.bias' has no 'step'"),
         (spoil_master, "the master of '0.bias' must be a tensor of shape .33,., found 'no tensor'"),
+        (spoil_memory, "exp_avg of '1.bias' must be a dense tensor of real numbers, found .*float32, .*, on meta"),
+        (spoil_layout, "exp_avg_sq of '1.bias' must be a dense tensor of real numbers, found .*torch.sparse_coo, on"),
+        (spoil_type, "the master of '1.bias' must be a dense tensor of real numbers, found torch.complex64"),
+        (spoil_infinite_step, "step of '1.bias' must be a whole number of at least 0, found inf"),
         (spoil_amsgrad, "'amsgrad'. is True; the engine's AdamW has only False"),
         (spoil_rule, "'decoupled_weight_decay'. is False"),
         (spoil_number, "lr must be a finite number"),
@@ -184,6 +206,61 @@ def test_a_state_that_does_not_fit_changes_nothing(spoil: Callable[[dict[str, An
     assert after["param_groups"] == before["param_groups"]
     for index, entry in before["state"].items():
         assert all(torch.equal(after["state"][index][name], value) for name, value in entry.items())
+
+
+class OutOfMemory(torch.Tensor):
+    """A tensor that cannot be converted."""
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise MemoryError("no memory for a copy")
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "state"])
+def test_what_was_half_loaded_is_not_trained(tmp_path: Path, how: str) -> None:
+    managed, optimizer = ours(precision="fp16")
+    train(managed, optimizer, 0, 2)
+    sound = copy.deepcopy(optimizer.state_dict())
+    save_checkpoint(tmp_path / "saved", managed, optimizer)
+    train(managed, optimizer, 2, 4)
+    bad = {**sound, "state": {**sound["state"]}}
+    bad["state"][3] = {**sound["state"][3], "exp_avg": torch.ones(16).as_subclass(OutOfMemory)}
+
+    def load(state: dict[str, Any]) -> None:
+        if how == "load_state_dict":
+            optimizer.load_state_dict(state)
+        else:
+            optimizer.state = dict(zip(managed.parameters(), state["state"].values(), strict=False))
+
+    with pytest.raises(MemoryError, match="no memory for a copy"):
+        load(bad)
+    message = r"optimizer\..* failed half way, so that parameters are a mixture of old and new: load a sound one"
+    for attempt in (
+        lambda: train(managed, optimizer, 4, 5),
+        lambda: save_checkpoint(tmp_path / "half", managed, optimizer),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            attempt()
+    if how == "state":
+        load_checkpoint(tmp_path / "saved", managed, optimizer)
+    else:
+        load(sound)
+    train(managed, optimizer, 4, 5)
+
+
+def test_a_load_that_is_refused_keeps_the_loss_scale() -> None:
+    managed, optimizer = ours(precision="fp16")
+    train(managed, optimizer, 0, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["loss_scale"]["scale"] = 8.0
+    average = WeightAverage(managed)
+    average.update()
+    before = optimizer.loss_scale
+    with average.applied(), pytest.raises(InvalidInput, match=r"inside applied\(\)"):
+        optimizer.load_state_dict(state)
+    assert optimizer.loss_scale == before
+    train(managed, optimizer, 1, 2)
+    optimizer.load_state_dict(state)
+    assert optimizer.loss_scale == 8.0
 
 
 def test_what_is_loaded_is_a_copy() -> None:

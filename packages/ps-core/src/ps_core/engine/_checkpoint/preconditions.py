@@ -86,11 +86,10 @@ def check_outside(what: str) -> None:
 @contextmanager
 def loading_state(engine: Engine, what: str) -> Iterator[None]:
     """Mark the model as half loaded within the block; after an error it stays so and may not be used."""
-    engine.usability.check_not_averaged("load")
-    engine.usability.mark_half_loaded(what)
-    engine.state_dicts.forget()
-    yield
-    engine.usability.mark_half_loaded("")
+    with engine.usability.loading(what):
+        engine.state_dicts.forget()
+        yield
+    engine.usability.mark_half_loaded("")  # also what failed before: all values are replaced
 
 
 def targets_of(saved: SavedCheckpoint, sections: Sections) -> tuple[Sections, dict[str, torch.Tensor]]:

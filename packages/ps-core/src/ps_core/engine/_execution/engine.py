@@ -8,6 +8,7 @@ Gradients are in `_gradients.gradient_store`, and steps in `_optim.group_step`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakMethod
 
@@ -340,6 +341,10 @@ class Engine:
         self.finish_pass()
         with self.passes.nonmodel.paused():
             return self.updater.read(record, kind)
+
+    def loading(self, what: str) -> AbstractContextManager[None]:
+        """Refuse to train after an error within the block, in which ``what`` replaces values."""
+        return self.usability.loading(what)
 
     @defer_interrupts
     def write_state(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:

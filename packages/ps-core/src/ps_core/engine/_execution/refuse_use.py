@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from weakref import WeakSet
 
 from ps_core._errors import InvalidInput
@@ -40,6 +42,19 @@ class Usability:
         """Refuse to train while ``what`` replaces values, or after it failed; an empty text: it is done."""
         self.half_loaded = what
         self._update()
+
+    @contextmanager
+    def loading(self, what: str) -> Iterator[None]:
+        """Mark the model as half loaded by ``what`` within the block; after an error it stays so.
+
+        Within another load, or after another one failed, the model is as before when the block ends.
+        """
+        self.check_kept()
+        self.check_not_averaged("load")
+        before = self.half_loaded
+        self.mark_half_loaded(what)
+        yield
+        self.mark_half_loaded("" if before == what else before)
 
     def mark_released(self) -> None:
         """Refuse every use from now on."""

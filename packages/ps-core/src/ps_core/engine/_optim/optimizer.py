@@ -318,12 +318,16 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         groups = self._match_groups(given["param_groups"])
         entries = unpack(given, self._records(), self._format)
         scale = given.get(LOSS_SCALE) or given["param_groups"][0].get(LOSS_SCALE)
+        loss_scale = LossScale()
+        if self._loss_scale is not None and scale:
+            loss_scale.load_state_dict(scale)
+        with self._gradients.loading("optimizer.load_state_dict(...)"):
+            for record, entry in entries.items():
+                self._format.write(record, entry)
+                if entry.master is not None:
+                    self._gradients.load_master(record, on_cpu(entry.master))
         if self._loss_scale is not None and scale:
             self._loss_scale.load_state_dict(scale)
-        for record, entry in entries.items():
-            self._format.write(record, entry)
-            if entry.master is not None:
-                self._gradients.load_master(record, on_cpu(entry.master))
         self.param_groups = groups
         self._gradients.states_loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -332,10 +336,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     @defer_interrupts_installing
     def _replace(self, entries: Mapping[ParamState, StateEntry]) -> None:
         """Write the entries that were assigned to `state`."""
-        for record, entry in entries.items():
-            self._format.write(record, entry)
-            if entry.master is not None:
-                self._gradients.write_state(record, Kind.P32, on_cpu(entry.master))
+        with self._gradients.loading("optimizer.state = ..."):
+            for record, entry in entries.items():
+                self._format.write(record, entry)
+                if entry.master is not None:
+                    self._gradients.write_state(record, Kind.P32, on_cpu(entry.master))
         self._gradients.compare_writes()
 
     def _match_groups(self, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

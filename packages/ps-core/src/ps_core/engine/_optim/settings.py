@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -121,6 +122,10 @@ class OptimizerBackend(Protocol):
 
     def state_dict_value(self, value: torch.Tensor) -> torch.Tensor:
         """Return the value, or a tensor without memory where another rank keeps the values of state dicts."""
+        ...
+
+    def loading(self, what: str) -> AbstractContextManager[None]:
+        """Refuse to train after an error within the block, in which ``what`` replaces values."""
         ...
 
     def write_state(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:

@@ -182,16 +182,20 @@ def step_of(record: ParamState, value: Any) -> int:
         count = float(value)
     except (TypeError, ValueError, RuntimeError):
         count = -1.0
-    if not count >= 0 or count != int(count):
+    if not (count >= 0 and count.is_integer()):
         raise InvalidInput(f"step of {record.name!r} must be a whole number of at least 0, found {value!r}")
     return int(count)
 
 
 def shaped(what: str, value: Any, shape: Sequence[int]) -> torch.Tensor:
-    """Refuse a value that is no tensor of this shape."""
+    """Refuse a value that is no tensor of this shape, or that cannot be converted to dense fp32."""
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):
         found = tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)
         raise InvalidInput(f"{what} must be a tensor of shape {tuple(shape)}, found {found}")
+    if value.layout is not torch.strided or value.is_meta or value.is_quantized or value.is_complex():
+        raise InvalidInput(
+            f"{what} must be a dense tensor of real numbers, found {value.dtype}, {value.layout}, on {value.device}"
+        )
     return value
 
 
