@@ -346,13 +346,14 @@ def test_where_it_may_be(tmp_path: Path) -> None:
                 save(run, tmp_path / name, overwrite=True)
         assert (tmp_path / "precious" / "work.txt").read_text() == "years of it"
         with_notes = tmp_path / "new" / "folder" / "a"
-        for name in ("notes.txt", "old.safetensors", ".hidden"):
+        for name in ("notes.txt", "momentum_buffer.safetensors", ".hidden"):
             (with_notes / name).write_text("mine")
         with pytest.raises(
-            InvalidInput, match=r"what is none of it \('.hidden', 'notes.txt', 'old.safetensors'\), so it is not over"
+            InvalidInput,
+            match=r"what is none of it \('.hidden', 'momentum_buffer.safetensors', 'notes.txt'\), so it is not over",
         ):
             save(run, with_notes, overwrite=True)
-        for name in ("notes.txt", "old.safetensors", ".hidden"):
+        for name in ("notes.txt", "momentum_buffer.safetensors", ".hidden"):
             assert (with_notes / name).read_text() == "mine"
             (with_notes / name).unlink()
         (tmp_path / "precious" / "manifest.json").write_text('{"name": "somebody\'s page"}')

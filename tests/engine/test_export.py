@@ -125,6 +125,30 @@ def test_damage_and_places_that_cannot_be(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.safetensors", "saved"]
 
 
+def test_what_is_exported_into_a_checkpoint_is_not_lost(tmp_path: Path) -> None:
+    """Also by a name that a file of a checkpoint may have."""
+    saved = tmp_path / "saved"
+    with Run("cpu") as run:
+        save_checkpoint(saved, run.model, run.optimizer)
+        export_checkpoint(saved, saved / "momentum_buffer.safetensors")
+        with pytest.raises(InvalidInput, match=r"what is none of it \('momentum_buffer.safetensors'\)"):
+            save_checkpoint(saved, run.model, run.optimizer, overwrite=True)
+    assert safetensors.torch.load_file(saved / "momentum_buffer.safetensors")
+
+
+def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with Run("cpu") as run:
+        save_checkpoint(tmp_path / "saved", run.model, run.optimizer)
+        for write in (
+            partial(save_weights, tmp_path / "pipe", run.model),
+            partial(export_checkpoint, tmp_path / "saved", tmp_path / "pipe"),
+        ):
+            with pytest.raises(InvalidInput, match="pipe is a device, a pipe or a socket, which a file would replace"):
+                write(overwrite=True)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
 def test_permissions_are_kept_where_files_are_overwritten(tmp_path: Path) -> None:
     """A folder or file that only its owner can read is still private when it is overwritten."""
     saved, file = tmp_path / "saved", tmp_path / "model.safetensors"

@@ -77,9 +77,10 @@ class AtomicFolder:
             return
         if not _is_ours(self.path / MANIFEST):
             raise InvalidInput(f"{self.path} exists and is not a checkpoint, so it is not overwritten: choose another")
-        own = checkpoint_file_names(self.path)
-        others = sorted(each.name for each in self.path.iterdir() if each.name not in own)
-        others = [name for name in others if not _OURS.fullmatch(name)]
+        own, found = checkpoint_file_names(self.path), {each.name for each in self.path.iterdir()}
+        others = sorted(found - own)
+        if not own <= found:  # the list is damaged, or files are missing
+            others = [name for name in others if not _OURS.fullmatch(name)]
         if others:
             shown = ", ".join(map(repr, others[:_SHOWN])) + (" and others" if len(others) > _SHOWN else "")
             raise InvalidInput(

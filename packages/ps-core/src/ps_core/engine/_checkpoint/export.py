@@ -219,6 +219,8 @@ def _replaced(path: Path, *, overwrite: bool) -> Iterator[Path]:
     with as_tier_failure(path):
         if path.is_dir():
             raise InvalidInput(f"{path} is a folder: name a file, as in {path / 'model.safetensors'}")
+        if path.exists() and not path.is_file():
+            raise InvalidInput(f"{path} is a device, a pipe or a socket, which a file would replace: name another file")
         partial = path.with_name(f".{path.name}.ps-partial")  # a folder, so that it can be locked before it is filled
         if path.name in checkpoint_file_names(path.parent):
             raise _overwrites_checkpoint(path, path)
