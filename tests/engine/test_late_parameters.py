@@ -69,6 +69,26 @@ def run(model: nn.Module, optimizer: Any, change: Callable[[nn.Module, int], Non
     return losses
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("budget", [ROOMY, TIGHT])
+def test_a_module_that_is_first_called_in_inference_mode_can_be_trained(budget: Budget, precision: str) -> None:
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        model, optimizer = managed(Net(), budget, precision)
+        losses = run(model, optimizer, lambda *_: None)
+        add_layer(model, 1)
+        with materialized(model):  # moves home slots down, so that they are copied back later
+            pass
+        add_layer(model, 2)
+        with mode():
+            losses.append(model(X).item())
+        found.append((losses + run(model, optimizer, lambda *_: None), model.state_dict()))
+        release(model)
+    (one, weights), (other, others) = found
+    assert one == other
+    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("device", ["cpu", "emulated", "disk"])
 @pytest.mark.parametrize("change", [unfreeze, add_layer])

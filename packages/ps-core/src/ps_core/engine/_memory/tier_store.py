@@ -111,7 +111,8 @@ class TierStore:
             for event in self._leaving:
                 event.block()
             self._leaving.clear()
-            slot = self._on_disk(tier, size) if self.is_disk(tier) else Slot(tier, -1, size, self.device.host(size))
+            with torch.inference_mode(False):  # or it could not be written outside of inference mode
+                slot = self._on_disk(tier, size) if self.is_disk(tier) else Slot(tier, -1, size, self.device.host(size))
             if self.poison:
                 self.fill(slot, POISON)
         else:
@@ -411,11 +412,13 @@ class Arena:
             self._memory = self._memory.new_empty(0)
 
     def _block(self, size: int) -> torch.Tensor:
-        made = self._device.arena(max(128, size))
+        with torch.inference_mode(False):  # as in `TierStore.reserve`
+            made = self._device.arena(max(128, size))
         return made.fill_(POISON) if self._poison else made
 
     def _window(self, offset: int, size: int) -> tuple[torch.Tensor, dict[ViewKey, MemoryView]]:
         """Return memory for a range, and where its views are kept: the block, or beyond its end memory of its own."""
         if offset + size <= self._memory.numel():
             return self._memory[offset : offset + size], self._views
-        return self._device.arena(size), {}
+        with torch.inference_mode(False):
+            return self._device.arena(size), {}
