@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +153,16 @@ def exported_over_itself() -> None:
         export_checkpoint(run, run / "masters.safetensors", overwrite=True)
     export_checkpoint(run, run.with_name("model.safetensors"))
     load_checkpoint(run, *made())
+
+
+@case("{} is a device, a pipe or a socket, which a file would replace: name another file")
+def a_pipe_there() -> None:
+    run, place = folder() / "run", folder()
+    save(run)
+    os.mkfifo(place / "pipe")
+    with refused("is a device, a pipe or a socket"):
+        export_checkpoint(run, place / "pipe", overwrite=True)
+    export_checkpoint(run, place / "other")
 
 
 @case("{} is a folder: name a file, as in {}", "{} exists already: choose another name, or give overwrite=True")
