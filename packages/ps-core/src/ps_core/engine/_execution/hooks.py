@@ -300,7 +300,9 @@ class ModelHooks:
     def _take_in(self, model: nn.Module) -> None:
         """Manage parameters that were added; a plain tensor in a parameter's place comes from functional_call."""
         engine = self.engine
-        for record in take_in(engine, model, self._group, accumulates=self._accumulates):
+        with torch.inference_mode(False), torch.no_grad():  # or the parameters would be inference tensors
+            records = take_in(engine, model, self._group, accumulates=self._accumulates)
+        for record in records:
             if record.parameter.requires_grad:
                 self._handles.append(_first_hook(record.parameter, accept_gradient))
             else:
