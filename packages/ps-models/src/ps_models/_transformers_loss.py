@@ -30,8 +30,8 @@ _with_labels: ContextVar[bool] = ContextVar("with_labels", default=False)
 def use_chunked_loss(model: nn.Module, tokens: int = 1024) -> None:
     """Compute the loss of a model of transformers in chunks of ``tokens`` tokens, not from all logits at once.
 
-    The causal language model is changed in place, and may have adapters of PEFT. Where it is called with ``labels``, the
-    result has no ``logits`` then; without labels it has all of them. The names of parameters stay.
+    The causal language model is changed in place, and may have adapters of PEFT. Called with ``labels``, it returns no
+    ``logits`` then; without labels it returns all of them. The names of parameters stay.
     """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise InvalidInput(f"tokens: expected a whole number of at least 1, found {tokens!r}")
