@@ -369,6 +369,15 @@ def double() -> None:
     manage_and_train(model.float())
 
 
+@case("build the model outside of it")
+def made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = net()
+    with refused("build the model outside of it"):
+        managed(model)
+    manage_and_train(net())
+
+
 @case("keep its real and imaginary part as two parameters")
 def complex_numbers() -> None:
     model = net()

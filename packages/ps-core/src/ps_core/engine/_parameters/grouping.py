@@ -66,6 +66,10 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             )
         if parameter.is_complex():
             raise UnsupportedParameter(f"{name!r} is complex: keep its real and imaginary part as two parameters")
+        if parameter.is_inference():
+            raise UnsupportedParameter(
+                f"{name!r} was made inside torch.inference_mode() and cannot be trained: build the model outside of it"
+            )
         if parameter.is_floating_point():
             yield name, parameter
 
