@@ -282,7 +282,9 @@ class Program:
             model.layers[name].requires_grad_(on)
 
     def flips(self) -> None:
-        self.flip(self.draw.choice(self.here))
+        name = self.draw.choice(self.here)
+        if name in self._managed():  # an evaluation takes in what was added in one process only
+            self.flip(name)
 
     def adds(self) -> None:
         self.serial += 1
