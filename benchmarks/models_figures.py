@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ps_kernels
-from ps_models import build
+from ps_models import build, use_chunked_loss
 from regime import check_regime
 from turns import ratios, spread, take_turns
 
@@ -101,7 +101,7 @@ def ours(shape: Shape, dtype: torch.dtype, ids: Tensor, **options: Any) -> Calla
     return stepping(model, lambda: model(ids, labels=ids).loss)
 
 
-def theirs(shape: Shape, dtype: torch.dtype, ids: Tensor) -> Callable[[], Tensor]:
+def theirs(shape: Shape, dtype: torch.dtype, ids: Tensor, *, chunks: bool = False) -> Callable[[], Tensor]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": shape.layers, "n_embd": shape.hidden, "n_head": shape.heads, "vocab_size": shape.vocabulary}
@@ -109,6 +109,8 @@ def theirs(shape: Shape, dtype: torch.dtype, ids: Tensor) -> Callable[[], Tensor
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = GPT2Config(n_positions=shape.length, attn_implementation="sdpa", **sizes, **tokens, **dropout)
     model = GPT2LMHeadModel(config).to(dtype).train()
+    if chunks:
+        use_chunked_loss(model)
     return stepping(model, lambda: model(input_ids=ids, labels=ids).loss)
 
 
@@ -139,19 +141,20 @@ def compare(
         "ours, whole logits": ours(shape, dtype, ids, loss_chunk_tokens=None),
         "plain PyTorch": plain(shape, dtype, ids),
         "transformers": theirs(shape, dtype, ids),
+        "transformers, loss in chunks": theirs(shape, dtype, ids, chunks=True),
     }
     seconds = take_turns(contenders, rounds, warm_up=1, clock=clock)
     assert all(step().isfinite() for step in contenders.values())
     tokens = shape.batch * shape.length
     print(f"{precision}: {shape}, {rounds} rounds")
     for name, taken in seconds.items():
-        print(f"  {name:20} {tokens / numbers.median(taken):10.0f} tokens/s")
+        print(f"  {name:28} {tokens / numbers.median(taken):10.0f} tokens/s")
     found = {}
-    for name in ("ours", "ours, whole logits"):
-        for other in ("plain PyTorch", "transformers"):
-            rates = ratios(seconds[other], seconds[name])
-            found[f"{name} / {other}"] = numbers.median(rates)
-            print(f"  {name} / {other}: {spread(rates)}")
+    pairs = [(name, other) for name in ("ours", "ours, whole logits") for other in ("plain PyTorch", "transformers")]
+    for name, other in (*pairs, ("transformers, loss in chunks", "transformers")):
+        rates = ratios(seconds[other], seconds[name])
+        found[f"{name} / {other}"] = numbers.median(rates)
+        print(f"  {name} / {other}: {spread(rates)}")
     return found
 
 
