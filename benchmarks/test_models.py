@@ -12,5 +12,5 @@ import models_figures as figures
 def test_speed_beside_others(precision: str) -> None:
     small = figures.Shape(layers=2, hidden=32, heads=2, vocabulary=64, batch=2, length=8)
     found = figures.compare(small, precision, 2)
-    assert len(found) == 4
+    assert len(found) == 5
     assert min(found.values()) > 0
