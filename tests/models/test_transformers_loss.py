@@ -45,7 +45,7 @@ def batch(seed: int = 0, rows: int = 3) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def outcome(model: Any, **more: Any) -> tuple[Any, list[Tensor | None]]:
+def outcome(model: Any, **more: Any) -> tuple[Any, list[Any]]:
     model.zero_grad()
     found = model(**batch(), **more)
     found.loss.backward()
@@ -108,6 +108,116 @@ def test_a_model_that_caps_its_logits_has_them_whole() -> None:
     torch.testing.assert_close(found.loss, right.loss, rtol=1e-6, atol=0)
     for each, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-7)
+
+
+def forbid_token(logits: Any) -> None:
+    logits[..., 3] = -9.0
+
+
+def add_in_place(logits: Any) -> Any:
+    logits += 0.5 * logits[..., :1]
+    return 2.0 * logits
+
+
+CHANGES = [
+    forbid_token,
+    add_in_place,
+    lambda logits: 3.0 * -(1.0 - logits),
+    lambda logits: (logits - 1) ** 2 @ torch.eye(WORDS, dtype=logits.dtype),
+    lambda logits: torch.cat([logits[..., :5], logits[..., 5:] * (logits > 0)[..., 5:]], -1),
+    lambda logits: torch.stack([logits, logits]).sum(0),
+    lambda logits: torch.stack(list(logits)).where(logits != 0, len(logits)),
+    lambda logits: logits.float().sigmoid(),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore:use_chunked_loss")
+def test_logits_that_are_changed(change: Any, dtype: torch.dtype) -> None:
+    whole, chunks = made("llama").to(dtype), made("llama").to(dtype)
+    use_chunked_loss(chunks, tokens=7)
+    for model in (whole, chunks):
+        model.lm_head.register_forward_hook(lambda head, inputs, logits: change(logits))
+    right, wanted = outcome(whole)
+    found, gradients = outcome(chunks)
+    assert torch.equal(found.logits, right.logits)
+    assert torch.equal(found.loss, right.loss)
+    for each, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(each, other)
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi", "granite"])
+def test_autocast_by_accelerate(kind: str) -> None:
+    accelerate: Any = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    whole, chunks = made(kind), made(kind)
+    use_chunked_loss(chunks, tokens=7)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    try:
+        whole, chunks = accelerator.prepare(whole, chunks)
+        right, wanted = outcome(whole)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # that logits are made
+            found, gradients = outcome(chunks)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(True)
+    assert "logits" not in found
+    torch.testing.assert_close(found.loss, right.loss, rtol=1e-6, atol=0)
+    found_n, right_n = (torch.cat([each.flatten() for each in grads]) for grads in (gradients, wanted))
+    assert (found_n - right_n).norm() < 0.01 * right_n.norm()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_weights_that_a_hook_takes_away(before: bool) -> None:
+    accelerate: Any = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    whole, chunks = made("llama").eval(), made("llama").eval()
+    if before:
+        use_chunked_loss(chunks)
+    accelerate.cpu_offload(chunks, torch.device("cpu"))
+    if not before:
+        use_chunked_loss(chunks)
+    with torch.no_grad():
+        assert torch.equal(chunks(**batch()).loss, whole(**batch()).loss)
+
+
+def test_more_tokens_and_a_second_call() -> None:
+    model = made("llama")
+    use_chunked_loss(model, tokens=9)
+    model.resize_token_embeddings(WORDS + 5, mean_resizing=False)
+    right, wanted = outcome(model)
+    assert right.logits.shape[-1] == WORDS + 5
+    use_chunked_loss(model, tokens=9)
+    found, gradients = outcome(model)
+    assert "logits" not in found
+    assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+    torch.testing.assert_close(found.loss, right.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients[0], wanted[0], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(48,), (1, 3, 16)])
+def test_labels_of_another_shape(shape: tuple[int, ...]) -> None:
+    whole, chunks = made("llama"), made("llama")
+    use_chunked_loss(chunks, tokens=7)
+    ids, labels = batch().values()
+    right, found = (model(input_ids=ids, labels=labels.view(shape)).loss for model in (whole, chunks))
+    torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
+
+
+def test_a_model_without_a_head_beside_it() -> None:
+    config = transformers.AutoConfig.for_model("llama", **SIZES, pad_token_id=0)
+    reward = transformers.LlamaForSequenceClassification(config)
+    with pytest.raises(InvalidInput, match="LlamaForSequenceClassification has no part with transformers' loss"):
+        use_chunked_loss(reward)
+    policy = made("llama")
+    use_chunked_loss(torch.nn.ModuleList([reward, policy]))
+    assert "logits" not in policy(**batch())
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    model = made("llama")
+    use_chunked_loss(model)
+    with pytest.raises(InvalidInput, match="leave use_chunked_loss out"):
+        torch.autograd.grad(model(**batch()).loss, model.lm_head.weight, create_graph=True)
 
 
 def test_copies_files_and_a_second_call() -> None:
@@ -188,6 +298,23 @@ def test_adapters(recwarn: pytest.WarningsRecorder) -> None:
     head = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
     with pytest.raises(InvalidInput, match=r"LlamaForCausalLM is a peft\.tuners\.lora\.\S*Linear, expected torch"):
         use_chunked_loss(peft.get_peft_model(made("llama"), head))
+
+
+def test_a_copy_of_the_head_that_peft_trains(recwarn: pytest.WarningsRecorder) -> None:
+    peft: Any = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    whole, chunks = made("llama"), made("llama")
+    use_chunked_loss(chunks, tokens=7)
+    chunks = peft.get_peft_model(chunks, config)
+    chunks.load_state_dict((whole := peft.get_peft_model(whole, config)).state_dict())
+    right, wanted = outcome(whole)
+    found, gradients = outcome(chunks)
+    assert "logits" not in found
+    torch.testing.assert_close(found.loss, right.loss, rtol=1e-6, atol=0)
+    for each, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-7)
+    with pytest.raises(InvalidInput, match=r"ModulesToSaveWrapper, expected.*before the head gets an adapter"):
+        use_chunked_loss(peft.get_peft_model(made("llama"), config))
 
 
 def test_managed_before_or_after(tmp_path: Any) -> None:

@@ -36,7 +36,7 @@ IGNORED = -100
 
 def next_labels(labels_bl: Tensor) -> Tensor:
     """Return labels shifted by one, so that each token has the label of the next; the last has none."""
-    return functional.pad(labels_bl[:, 1:], (0, 1), value=IGNORED)
+    return functional.pad(labels_bl[..., 1:], (0, 1), value=IGNORED)
 
 
 def head_loss(
@@ -150,7 +150,7 @@ class _ChunkedLoss(Function):
         if torch.is_grad_enabled():
             raise InvalidInput(
                 "create_graph=True through a loss in chunks, whose gradients know nothing of what they were made from: "
-                "expected a loss over whole logits; set loss_chunk_tokens=None"
+                "expected a loss over whole logits; set loss_chunk_tokens=None, or leave use_chunked_loss out"
             )
         count, *found = ctx.saved_tensors
         scale = gradient / count.clamp(min=1)  # without a token that counts the loss is nan, but gradients are zero

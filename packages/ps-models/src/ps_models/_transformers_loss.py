@@ -4,7 +4,7 @@
 A causal language model of transformers computes ``logits = head(x)`` and ``loss_function(logits, labels, ...)``. Where
 it is called with labels, `ChunkedHead` returns its input as `NotMade` in place of logits. `LossInChunks` takes the
 input out, and computes logits and loss as in [Note: the chunked loss]. The model's own code is not replaced. It may do
-something else with its logits, such as capping them. Then `NotMade` makes them whole: the result is the same.
+something else with its logits, such as capping them. Then `NotMade` makes them whole, once: the result is the same.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ps_core import InvalidInput
 from ps_models._loss import IGNORED, head_loss, next_labels
@@ -30,8 +31,9 @@ _with_labels: ContextVar[bool] = ContextVar("with_labels", default=False)
 def use_chunked_loss(model: nn.Module, tokens: int = 1024) -> None:
     """Compute the loss of a model of transformers in chunks of ``tokens`` tokens, not from all logits at once.
 
-    The causal language model is changed in place, and may have adapters of PEFT. Called with ``labels``, it returns no
-    ``logits`` then; without labels it returns all of them. The names of parameters stay.
+    The causal language model is changed in place, and may have adapters of PEFT. If ``model`` has several, the first is
+    changed. Called with the keyword ``labels``, it returns no ``logits``; without labels it returns all of them. The
+    names of parameters stay. Call it again after ``resize_token_embeddings``, which makes a new head.
     """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise InvalidInput(f"tokens: expected a whole number of at least 1, found {tokens!r}")
@@ -45,12 +47,13 @@ def use_chunked_loss(model: nn.Module, tokens: int = 1024) -> None:
     if type(head) not in (nn.Linear, ChunkedHead):
         raise InvalidInput(
             f"use_chunked_loss: the head of {type(language_model).__name__} is a {type(head).__module__}."
-            f"{type(head).__name__}, expected torch.nn.Linear; leave the head out of the modules that get adapters"
+            f"{type(head).__name__}, expected torch.nn.Linear; call it before the head gets an adapter"
         )
     loss = language_model.loss_function
-    language_model.loss_function = LossInChunks(loss.whole if isinstance(loss, LossInChunks) else loss, tokens)
-    if type(head) is nn.Linear:
-        head.__class__ = ChunkedHead
+    again = isinstance(loss, LossInChunks)
+    language_model.loss_function = LossInChunks(loss.whole if again else loss, tokens)
+    head.__class__ = ChunkedHead
+    if not again:
         language_model.register_forward_pre_hook(_before_forward, with_kwargs=True)
         language_model.register_forward_hook(_after_forward, prepend=True, always_call=True)
 
@@ -60,20 +63,36 @@ class ChunkedHead(nn.Linear):
 
     def forward(self, input: Tensor) -> Any:
         """Return logits, or the input as `NotMade`."""
-        return NotMade(self, input) if _with_labels.get() else super().forward(input)
+        if not _with_labels.get() or "forward" in vars(self):  # accelerate's offload takes the weight away after it
+            return super().forward(input)
+        device = input.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.bfloat16:
+            input = input.bfloat16()
+        return NotMade(self, input, input.dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class NotMade:
-    """Stand for the logits of a head; whatever is done with them makes them. (Any: as a tensor's.)"""
+    """Stand for the logits of a head; whatever else is done with them makes them. (Any: as a tensor's.)"""
 
     head: ChunkedHead
     x: Tensor
     """The head's input."""
+    dtype: torch.dtype
+    """The type of the logits."""
+    made: Tensor | None = None
+    """The logits, once they are made."""
 
-    def float(self) -> NotMade:
-        """Return the same: the loss is in fp32."""
-        return self
+    @property
+    def device(self) -> torch.device:
+        """Return where the logits would be."""
+        return self.x.device
+
+    def float(self) -> Any:
+        """Return the logits in fp32."""
+        if self.made is not None:
+            return self.made.float()
+        return self if self.dtype == torch.float32 else NotMade(self.head, self.x, torch.float32)
 
     def contiguous(self) -> NotMade:
         """Return the same."""
@@ -81,25 +100,25 @@ class NotMade:
 
     def __mul__(self, factor: Any) -> Any:
         """Scale the head's input by a number."""
-        return NotMade(self.head, self.x * factor) if self._scales(factor) else self._whole() * factor
+        return NotMade(self.head, self.x * factor, self.dtype) if self._scales(factor) else self._whole() * factor
+
+    __rmul__ = __mul__
 
     def __truediv__(self, factor: Any) -> Any:
         """Divide the head's input by a number."""
-        return NotMade(self.head, self.x / factor) if self._scales(factor) else self._whole() / factor
+        return NotMade(self.head, self.x / factor, self.dtype) if self._scales(factor) else self._whole() / factor
 
     def _scales(self, factor: object) -> bool:
-        return isinstance(factor, float | int) and self.head.bias is None
+        return self.made is None and isinstance(factor, float | int) and self.head.bias is None
 
     def _whole(self) -> Tensor:
-        warnings.warn(
-            "use_chunked_loss: this model computes with its logits before the loss, so they are made whole",
-            stacklevel=3,
-        )
-        return nn.functional.linear(self.x, self.head.weight, self.head.bias)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """Return a part of the logits."""
-        return self._whole()[index]
+        if self.made is None:
+            warnings.warn(
+                "use_chunked_loss: this model computes with its logits before the loss, so they are made whole",
+                stacklevel=3,
+            )
+            self.made = nn.functional.linear(self.x, self.head.weight, self.head.bias).to(self.dtype)
+        return self.made
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the logits."""
@@ -112,9 +131,18 @@ class NotMade:
         cls, function: Callable[..., Any], types: object, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function of PyTorch with the logits."""
-        made = [each._whole() if isinstance(each, NotMade) else each for each in args]
-        named = {name: each._whole() if isinstance(each, NotMade) else each for name, each in (kwargs or {}).items()}
+        made, named = tree_map_only(NotMade, NotMade._whole, (args, kwargs or {}))
         return function(*made, **named)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda logits, *others: getattr(logits._whole(), name)(*others)
+
+
+_OF_ITEMS = ("getitem", "setitem", "len", "iter", "eq", "ne", "lt", "le", "gt", "ge")
+_OF_NUMBERS = ("neg", "add", "radd", "iadd", "sub", "rsub", "isub", "pow", "matmul", "rtruediv")
+for _name in _OF_ITEMS + _OF_NUMBERS:
+    setattr(NotMade, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +164,15 @@ class LossInChunks:
         **more: Any,
     ) -> Tensor:
         """Return the mean over tokens, or the sum divided by ``num_items_in_batch``."""
-        if not isinstance(logits, NotMade):
+        if not isinstance(logits, NotMade) or logits.made is not None:
+            logits = logits.made if isinstance(logits, NotMade) else logits
             return self.whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **more)
         head, x_nh = logits.head, logits.x.flatten(0, -2)
         labels_n = (next_labels(labels) if shift_labels is None else shift_labels).flatten().to(x_nh.device)
         labels_n = labels_n.masked_fill(labels_n == ignore_index, IGNORED)
         mean = num_items_in_batch is None
-        loss, _ = head_loss(x_nh, head.weight, labels_n, bias_v=head.bias, rows=self.tokens, mean=mean)
+        weight_vh, bias_v = head.weight.to(x_nh.dtype), None if head.bias is None else head.bias.to(x_nh.dtype)
+        loss, _ = head_loss(x_nh, weight_vh, labels_n, bias_v=bias_v, rows=self.tokens, mean=mean)
         if mean:
             return loss
         return loss / torch.as_tensor(num_items_in_batch, device=loss.device)
@@ -152,7 +182,8 @@ def _computes_loss(module: nn.Module) -> bool:
     """Return True for a model of transformers that computes the loss of the next token from a head's logits."""
     if not hasattr(type(module), "loss_function") or not hasattr(type(module), "get_output_embeddings"):
         return False
-    loss = getattr(module, "loss_function", None)
+    head: Any = module.get_output_embeddings
+    loss = None if head() is None else getattr(module, "loss_function", None)
     return isinstance(loss, LossInChunks) or getattr(loss, "__name__", "") == _WHOLE_LOSS
 
 
@@ -161,11 +192,19 @@ def _before_forward(model: nn.Module, args: object, kwargs: Mapping[str, Any]) -
 
 
 def _after_forward(model: nn.Module, args: object, output: Any) -> Any:
-    """Leave `NotMade` out of the result."""
+    """Leave `NotMade` out of the result, or put the logits that it made in."""
     _with_labels.set(False)
     if isinstance(output, tuple):
-        return tuple(each for each in output if not isinstance(each, NotMade))
+        return tuple(_made(each) for each in output if not _is_missing(each))
     if isinstance(output, Mapping) and any(isinstance(each, NotMade) for each in output.values()):
-        made: Any = type(output)
-        return made(**{name: each for name, each in output.items() if not isinstance(each, NotMade)})
+        kind: Any = type(output)
+        return kind(**{name: _made(each) for name, each in output.items() if not _is_missing(each)})
     return output
+
+
+def _is_missing(value: object) -> bool:
+    return isinstance(value, NotMade) and value.made is None
+
+
+def _made(value: Any) -> Any:
+    return value.made if isinstance(value, NotMade) else value
