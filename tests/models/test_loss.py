@@ -90,6 +90,20 @@ def test_fp16_gradients_of_single_tokens_do_not_vanish() -> None:
 
 
 @pytest.mark.usefixtures("way")
+def test_fp16_sums_over_many_tokens_do_not_overflow() -> None:
+    """A smaller loss scale does not help against a sum that overflows before it is scaled."""
+    x = torch.full((32768, 4), 4.0, dtype=torch.float16)
+    table, bias = torch.zeros(8, 4, dtype=torch.float16), torch.zeros(8, dtype=torch.float16)
+    found = []
+    for rows in (None, 1024):
+        tensors = [each.clone().requires_grad_() for each in (x, table, bias)]
+        head_loss(tensors[0], tensors[1], torch.zeros(32768).long(), bias_v=tensors[2], rows=rows)[0].backward()
+        found.append([each.grad for each in tensors])
+    for each, other in zip(*found, strict=True):
+        torch.testing.assert_close(each, other, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.usefixtures("way")
 def test_labels_that_do_not_count_give_nothing_and_none_at_all_no_number() -> None:
     _, x_grad, _, _ = gradients(7, torch.float32)
     assert not x_grad[7:11].any()

@@ -140,8 +140,10 @@ class _ChunkedLoss(Function):
                 sums.add(start, labels_n[start : start + rows], by_kernel=by_kernel)
         count = (labels_n != IGNORED).sum() if mean else torch.ones_like(sums.loss)
         if any(wanted):
-            found = sums.gradients(x_nh.dtype)
-            ctx.wanted = wanted
+            # In fp16, the sum of so many tokens could overflow, whatever the loss scale is: it is kept divided.
+            halvings = (-(-len(labels_n) // rows) - 1).bit_length() if table_vh.dtype is torch.float16 else 0
+            found = sums.gradients(x_nh.dtype, halvings)
+            ctx.wanted, ctx.halvings = wanted, halvings
             ctx.save_for_backward(count, *(each for each in found if each is not None))
         return sums.loss / count
 
@@ -154,8 +156,10 @@ class _ChunkedLoss(Function):
             )
         count, *found = ctx.saved_tensors
         scale = gradient / count.clamp(min=1)  # without a token that counts the loss is nan, but gradients are zero
-        left = iter(found)
-        return (*(next(left) * scale if wanted else None for wanted in ctx.wanted), None, None, None, None)
+        scale_of_sums = scale * 2**ctx.halvings if ctx.halvings else scale
+        scales, left = (scale, scale_of_sums, scale_of_sums), iter(found)
+        gradients = (next(left) * each if wanted else None for wanted, each in zip(ctx.wanted, scales, strict=True))
+        return (*gradients, None, None, None, None)
 
 
 class _Sums:
@@ -214,9 +218,15 @@ class _Sums:
         self.loss += losses_r.sum()
         return logits_rv if self._wanted else None
 
-    def gradients(self, x_dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, table and bias; None for those not requested."""
+    def gradients(self, x_dtype: torch.dtype, halvings: int = 0) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden states, table and bias; None for those not requested.
+
+        Those of table and bias are halved ``halvings`` times.
+        """
         dtype = self.table_vh.dtype
+        for sum_of_chunks in (self.table_grad_vh, self.bias_grad_v) if halvings else ():
+            if sum_of_chunks is not None:
+                sum_of_chunks.mul_(2.0**-halvings)
         if not len(self.x_nh):
             self.table_grad_vh = torch.zeros_like(self.table_vh) if self.of_table else None
             self.bias_grad_v = None if self.bias_v is None or not self.of_bias else torch.zeros_like(self.bias_v)
