@@ -134,6 +134,7 @@ def compare(
     """Medians of our tokens a second as a part of the others'."""
     dtype = DTYPES[precision]
     ids = torch.randint(shape.vocabulary, (shape.batch, shape.length), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
     watched = Plain(shape).to(dtype)
     check_regime(watched, lambda: watched(ids, following(ids)), shape.vocabulary)
     contenders = {

@@ -68,7 +68,7 @@ def check_regime(model: nn.Module, loss_of: Callable[[], Tensor], classes: int) 
     """Train ``model`` for a few steps on one batch; end the program with one line unless it trains as models do.
 
     ``loss_of`` computes the loss of that batch, a mean cross-entropy over ``classes``. Expected are a first loss near
-    ln(classes), a smaller last one, and no subnormal numbers in activations, gradients and optimizer states.
+    ln(classes), a smaller one after it, and no subnormal numbers in activations, gradients and optimizer states.
     """
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     found, losses = Subnormals(), list[float]()
@@ -80,10 +80,10 @@ def check_regime(model: nn.Module, loss_of: Callable[[], Tensor], classes: int) 
             optimizer.zero_grad()
         losses.append(float(loss.detach()))
     check_first_loss(losses[0], classes)
-    if not losses[-1] < losses[0]:
+    if not min(losses[1:]) < losses[0]:  # the last step may overshoot
         raise SystemExit(
-            f"not timed: {STEPS} steps on one batch must lower the loss, found {losses[0]:.2f} and then "
-            f"{losses[-1]:.2f}"
+            f"not timed: {STEPS} steps on one batch must lower the loss, found {losses[0]:.2f} and then at least "
+            f"{min(losses[1:]):.2f}"
         )
     if found.share > LARGEST_SHARE:
         raise SystemExit(
