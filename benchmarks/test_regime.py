@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -79,6 +81,16 @@ def test_a_loss_that_does_not_fall_is_refused() -> None:
 
     with pytest.raises(SystemExit, match=r"^not timed: 4 steps on one batch must lower the loss, found 7\.\d\d"):
         check_regime(model, with_opposite_gradient, SHAPE.vocabulary)
+
+
+def test_a_last_step_that_overshoots_is_not_refused() -> None:
+    model, above = Tied(0.02), iter((0.0, -0.1, -0.2, 1.0))
+
+    def overshooting() -> torch.Tensor:
+        loss: torch.Tensor = model()
+        return loss - loss.detach() + math.log(SHAPE.vocabulary) + next(above)
+
+    check_regime(model, overshooting, SHAPE.vocabulary)
 
 
 def test_what_is_subnormal_is_counted_by_tensor() -> None:

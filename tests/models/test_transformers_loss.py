@@ -83,8 +83,9 @@ def test_other_arguments_of_the_loss() -> None:
     for more in ({"ignore_index": 7}, {"shift_labels": labels.roll(3, 1)}):
         if "ignore_index" in more:
             labels = labels.where(labels != -100, 7)
-        right, found = (model(input_ids=ids, labels=labels, **more).loss for model in (whole, chunks))
-        torch.testing.assert_close(found, right, rtol=1e-6, atol=0)
+        right, found = (model(input_ids=ids, labels=labels, **more) for model in (whole, chunks))
+        assert "logits" not in found
+        torch.testing.assert_close(found.loss, right.loss, rtol=1e-6, atol=0)
 
 
 def test_logits_without_labels_and_after_an_error() -> None:

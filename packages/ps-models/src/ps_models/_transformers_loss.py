@@ -73,7 +73,7 @@ class ChunkedHead(nn.Linear):
 
 @dataclass(slots=True, eq=False)
 class NotMade:
-    """Stand for the logits of a head; whatever else is done with them makes them. (Any: as a tensor's.)"""
+    """Stand for the logits of a head, which any use but the loss in chunks makes. (Any: as a tensor's.)"""
 
     head: ChunkedHead
     x: Tensor
@@ -164,13 +164,13 @@ class LossInChunks:
         **more: Any,
     ) -> Tensor:
         """Return the mean over tokens, or the sum divided by ``num_items_in_batch``."""
-        if not isinstance(logits, NotMade) or logits.made is not None:
-            logits = logits.made if isinstance(logits, NotMade) else logits
-            return self.whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **more)
+        if not _is_missing(logits):
+            return self.whole(_made(logits), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **more)
         head, x_nh = logits.head, logits.x.flatten(0, -2)
         labels_n = (next_labels(labels) if shift_labels is None else shift_labels).flatten().to(x_nh.device)
         labels_n = labels_n.masked_fill(labels_n == ignore_index, IGNORED)
         mean = num_items_in_batch is None
+        # Under autocast the input is in 16 bits, and the head's parameters are not.
         weight_vh, bias_v = head.weight.to(x_nh.dtype), None if head.bias is None else head.bias.to(x_nh.dtype)
         loss, _ = head_loss(x_nh, weight_vh, labels_n, bias_v=bias_v, rows=self.tokens, mean=mean)
         if mean:

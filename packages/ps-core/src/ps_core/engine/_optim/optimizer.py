@@ -318,9 +318,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         groups = self._match_groups(given["param_groups"])
         entries = unpack(given, self._records(), self._format)
         scale = given.get(LOSS_SCALE) or given["param_groups"][0].get(LOSS_SCALE)
-        loss_scale = LossScale()
         if self._loss_scale is not None and scale:
-            loss_scale.load_state_dict(scale)
+            LossScale().load_state_dict(scale)  # so that a wrong one is refused before anything changes
         with self._gradients.loading("optimizer.load_state_dict(...)"):
             for record, entry in entries.items():
                 self._format.write(record, entry)

@@ -43,7 +43,7 @@ class RanksPlan(PlanInForce):
 
     def _begin(self) -> None:
         self._plans_made = 0
-        """How often the ranks told each other what they recorded; the same on all ranks."""
+        """Number of times that the ranks planned from recorded passes; the same on all ranks."""
         self._steps_until_plan = 0
         """Steps before they tell each other again: ranks that never do the same must not plan in every step."""
         self._mine: Recorded | None = None
