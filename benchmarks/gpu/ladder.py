@@ -1,9 +1,10 @@
 """The first thing to run on a card: short checks, each on what those before it have shown to work.
 
-Each rung has a process of its own and a limit in seconds. One that takes longer says where all its threads are, and is
-ended. The first that fails is run once more, with launches that wait and with the stacks of C++; what comes after it is
-not run. ``--dry-run`` runs all of them on the CPU, on the device that the engine's tests play. Then the first rung has
-a process, and the others share one: reading PyTorch takes longer than most of them.
+Each rung has a process of its own and a limit in seconds. Those of one row of `ROWS` run at the same time: starting
+PyTorch and CUDA takes longer than most of them. One that takes too long says where all its threads are, and is ended.
+Those that fail are run once more, with launches that wait and with the stacks of C++. Rows after the first two run all
+the same, so that one call finds every fault. ``--dry-run`` runs all of them on the CPU, on the device that the engine's
+tests play. Then the first rung has a process, and the others share one.
 """
 
 from __future__ import annotations
@@ -205,22 +206,10 @@ def tiny() -> None:
     assert run.losses == plain.losses, f"a plain loop: {plain.losses}"
 
 
-def tight_bytes(on: Any) -> int:
-    """About the least that the tiny model trains in; the first rung that needs it leaves it for the others."""
-    folder = os.environ.get("PS_LADDER_FOLDER")
-    kept = None if folder is None else Path(folder) / "tight_bytes"
-    if kept is not None and kept.is_file():
-        return int(kept.read_text("ascii"))
-    found = int(on.tight())
-    if kept is not None:
-        kept.write_text(str(found), "ascii")
-    return found
-
-
 def tight() -> None:
     """Train it in hardly any memory: the bits are a plain loop's."""
     on = of_tests()
-    check_tight(on, tight_bytes(on), "bf16", 1, checkpointing=False)
+    check_tight(on, on.tight(), "bf16", 1, checkpointing=False)
 
 
 def accumulated() -> None:
@@ -246,7 +235,7 @@ def in_backward() -> None:
     """Step groups within backward: the bits are those of steps behind it."""
     on = of_tests()
     expected = on.train(on.ADAMW, ROOMY, precision="bf16", steps=6)
-    run = on.train_early("in_backward", tight_bytes(on), precision="bf16", steps=6)
+    run = on.train_early("in_backward", on.tight(), precision="bf16", steps=6)
     print(run.early, run.losses)
     run.norms = expected.norms  # it keeps no gradient to measure them
     wrong = expected.differs(run)
@@ -258,7 +247,7 @@ def undone_steps() -> None:
     on = of_tests()
     how: dict[str, Any] = {"precision": "bf16", "steps": len(on.LIMITS), "max_grad_norm": on.LIMITS}
     expected = on.train(on.ADAMW, ROOMY, **how)
-    run = on.train_early("speculative", tight_bytes(on), on.LIMITS.index(on.STRICT), **how)
+    run = on.train_early("speculative", on.tight(), on.LIMITS.index(on.STRICT), **how)
     wrong = expected.differs(run)
     print(run.early, "undone:", run.statistics.undone_group_steps, run.losses)
     assert not wrong, wrong
@@ -271,7 +260,7 @@ def torch_optimizer() -> None:
     from ps_core import TorchOptimizer
 
     spec = TorchOptimizer(torch.optim.NAdam, lr=1e-3)
-    roomy, tight = (on.train(spec, size, precision="bf16", max_grad_norm=0.5) for size in (ROOMY, tight_bytes(on)))
+    roomy, tight = (on.train(spec, size, precision="bf16", max_grad_norm=0.5) for size in (ROOMY, on.tight()))
     print(roomy.losses, tight.losses, roomy.on_device, tight.on_device)
     assert roomy.on_device > tight.on_device
     apart = max(abs(one - other) for one, other in zip(roomy.losses, tight.losses, strict=True))
@@ -284,7 +273,7 @@ def profile() -> None:
     from ps_core.engine import profiled
 
     torch.manual_seed(3)
-    with on.managed(on.Model(), on.ADAMW, tight_bytes(on), precision="bf16") as (model, optimizer, _):
+    with on.managed(on.Model(), on.ADAMW, on.tight(), precision="bf16") as (model, optimizer, _):
         for index in range(3):
             on.train_step(model, optimizer, index)
         with profiled(model) as seen:
@@ -308,7 +297,7 @@ def out_of_memory() -> None:
     """Ask for more than there is, in forward and in backward: the step is lost, and training goes on."""
     on = of_tests()
     torch.manual_seed(3)
-    with on.managed(on.Model(), on.ADAMW, tight_bytes(on), precision="bf16") as (model, optimizer, device):
+    with on.managed(on.Model(), on.ADAMW, on.tight(), precision="bf16") as (model, optimizer, device):
         runtime = device._runtime
         for index in range(3):
             on.train_step(model, optimizer, index)
@@ -332,7 +321,7 @@ def out_of_memory() -> None:
 def side_stream() -> None:
     """Train on streams that take turns: the losses are those of one stream."""
     on = of_tests()
-    expected = on.train(on.ADAMW, tight_bytes(on), precision="bf16").losses
+    expected = on.train(on.ADAMW, on.tight(), precision="bf16").losses
     losses, runtime = [], on.new_runtime()
     streams = [runtime.stream(), runtime.stream(), runtime.current()]
     if DRY:
@@ -341,7 +330,7 @@ def side_stream() -> None:
     else:
         on.warm_up(*streams)  # cuBLAS has a workspace for each
     torch.manual_seed(3)
-    with on.managed(on.Model(), on.ADAMW, tight_bytes(on), precision="bf16", runtime=runtime) as (model, optimizer, _):
+    with on.managed(on.Model(), on.ADAMW, on.tight(), precision="bf16", runtime=runtime) as (model, optimizer, _):
         for index in range(on.STEPS):
             stream = streams[index % 3]
             if not DRY:
@@ -394,52 +383,95 @@ RUNGS: dict[str, tuple[Callable[[], None], int]] = {
     "GPT": (gpt, 60),
 }
 """Each rung, and the most seconds it may take: 40, of which most are for reading PyTorch and CUDA from a cold disk."""
+ROWS = (
+    ("versions", "compiling"),
+    ("links",),
+    ("kernels", "plain loop", "order"),
+    ("tiny", "tight", "accumulated", "in backward", "undone steps", "torch optimizer", "profile", "side stream"),
+    ("out of memory",),
+    ("GPT",),
+)
+"""What runs at the same time. Times are measured, and memory runs out, where nothing else is."""
+NEEDED = {"versions", "compiling", "links"}
+"""Where one of these fails, nothing else can run."""
 INTERRUPTED = 130
 
 
 def climb(dry: bool, rungs: list[str]) -> int:
-    """Run rungs until one fails; run that again so that it says more. Return the exit status."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"PS_LADDER_FOLDER": folder} | ({"PS_FAKE_CUDA": "1"} if dry else {})
-        for names in filter(None, (rungs[:1], rungs[1:])) if dry else ([name] for name in rungs):
-            name, limit_s = ", ".join(names), sum(RUNGS[name][1] for name in names) * (20 if dry else 1)
-            print(f"{name}, at most {limit_s} s", flush=True)
-            status, taken, said = attempt(names, limit_s, environment)
-            print(f"{'ok' if status == 0 else 'FAILED'} {name}, {taken:.1f} s")
-            print(indented(said[-3 * len(names) :] if status == 0 else said[-40:]), flush=True)
-            if status == INTERRUPTED:
-                return 1
-            if status:
-                print(f"{name} again, with launches that wait and stacks of C++", flush=True)
-                more = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
-                status, taken, said = attempt(names, 2 * limit_s, environment | more)
-                print(f"{'ok this time' if status == 0 else 'FAILED again'}, {taken:.1f} s")
+    """Run rungs, row by row; run those that fail again so that they say more. Return the exit status."""
+    environment, failed = os.environ | ({"PS_FAKE_CUDA": "1"} if dry else {}), list[str]()
+    for row in rows_of(dry, rungs):
+        print("; ".join(f"{', '.join(names)}, at most {limit_s(names, dry)} s" for names in row), flush=True)
+        start = time.monotonic()
+        ended = attempt(row, dry, environment)
+        for names, (status, said) in zip(row, ended, strict=True):
+            print(f"{'FAILED' if status else 'ok'} {', '.join(names)}")
+            print(indented(said[-40:] if status else said[-3 * len(names) :]))
+        print(f"took {time.monotonic() - start:.1f} s", flush=True)
+        if any(status == INTERRUPTED for status, _ in ended):
+            return 1
+        bad = [names for names, (status, _) in zip(row, ended, strict=True) if status]
+        if bad:
+            print(f"{'; '.join(map(', '.join, bad))} again, with launches that wait and stacks of C++", flush=True)
+            more = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
+            for names, (status, said) in zip(bad, attempt(bad, dry, environment | more), strict=True):
+                print(f"{'FAILED again' if status else 'ok this time'}: {', '.join(names)}")
                 print(indented(said[-60:]), flush=True)
-                return 1
-    print(f"ladder: all {len(rungs)} rungs hold")
-    return 0
+        failed += [name for names in bad for name in names]
+        if NEEDED.intersection(failed):
+            break
+    print(f"ladder: {'FAILED: ' + ', '.join(failed) if failed else f'all {len(rungs)} rungs hold'}")
+    return int(bool(failed))
 
 
-def attempt(names: list[str], limit_s: float, environment: dict[str, str]) -> tuple[int, float, list[str]]:
-    """Run rungs in a process of their own; return its status, the seconds that it took, and what it said."""
-    start, why = time.monotonic(), []
-    command = [sys.executable, "-X", "faulthandler", __file__, "--rung", *names]
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+def rows_of(dry: bool, rungs: list[str]) -> list[list[list[str]]]:
+    """Return the rows; of each, what every process runs."""
+    if dry:
+        return [[names] for names in (rungs[:1], rungs[1:]) if names]
+    rows = [[[name] for name in row if name in rungs] for row in ROWS]
+    return [row for row in rows if row]
+
+
+def limit_s(names: list[str], dry: bool) -> int:
+    return sum(RUNGS[name][1] for name in names) * (20 if dry else 1)
+
+
+def attempt(row: list[list[str]], dry: bool, environment: dict[str, str]) -> list[tuple[int, list[str]]]:
+    """Run rungs at the same time; return the status of each process, and what it said."""
+    ended: list[tuple[int, list[str]]] = []
+    for process in [Process(names, limit_s(names, dry), environment) for names in row]:
+        ended.append(process.end(at_once=any(status == INTERRUPTED for status, _ in ended)))
+    return ended
+
+
+class Process:
+    """Rungs that run in a process of their own."""
+
+    def __init__(self, names: list[str], limit_s: float, environment: dict[str, str]) -> None:
+        self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed as this ends
+        command = [sys.executable, "-X", "faulthandler", __file__, "--rung", *names]
+        self._limit_s, self._end = limit_s, time.monotonic() + limit_s
+        self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, env=environment)
+
+    def end(self, *, at_once: bool = False) -> tuple[int, list[str]]:
+        """Wait until they end, or end them where they take too long or this is interrupted."""
+        process, why = self._process, list[str]()
         try:
-            status = process.wait(limit_s)
+            status = process.wait(0 if at_once else max(0.1, self._end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            status, why = 124, [f"stopped after {limit_s:.0f} s"]
+            status, why = 124, [f"stopped after {self._limit_s:.0f} s"]
         except KeyboardInterrupt:
+            at_once = True
+        if at_once:
             status, why = INTERRUPTED, ["interrupted"]
         for number in (signal.SIGUSR1, signal.SIGKILL):  # the first makes it say where its threads are
             if process.poll() is None:
                 process.send_signal(number)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(5)
-        output.seek(0)
-        said = output.read().splitlines()
-    return status, time.monotonic() - start, said + why
+        with self._output as output:
+            output.seek(0)
+            return status, output.read().splitlines() + why
 
 
 def indented(lines: list[str]) -> str:

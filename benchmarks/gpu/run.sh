@@ -7,8 +7,9 @@
 # that this shows.
 # PARTS names some of "ladder calibration sizes training compared tests kernels engine ranks sanitizer largest" (default:
 # all, in this order). All together take at most LIMIT seconds (default: 570); parts for which no time is left are named
-# at the end, for another call. The ladder is a row of short checks; where one fails, no part comes after it. Three calls
-# of ten minutes: PARTS="ladder calibration sizes tests", "training compared kernels", "engine ranks sanitizer largest".
+# at the end, for another call. The ladder is rows of short checks; where one fails, only kernels and tests come after it,
+# which may say more. Three calls of ten minutes: PARTS="ladder calibration sizes tests", "training compared kernels",
+# "engine ranks sanitizer largest".
 # Of sizes, timelines.zip has *.json, which open in Perfetto, with what was measured and what was planned, and *.svg,
 # which show one step.
 set -u
@@ -98,6 +99,7 @@ report() {
 device=true
 dry=""
 few=""
+beside=""
 echo "== device"
 timeout -k 5 180 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' >"$out/log.txt" 2>&1
 code=$?
@@ -115,6 +117,8 @@ if [ "$device" = false ] || [ "${1:-}" = --dry-run ]; then
     few="figures or fp16-1-True or one-bf16 or meta_alone or undone"
 else
     facts=name,driver_version,memory.total,clocks.sm,clocks.max.sm,pcie.link.gen.max,pcie.link.width.max,mig.mode.current
+    # Tests of the engine take little of the card, and much of the host: several at the same time.
+    "$python" -c 'import xdist' 2>/dev/null && beside="-p xdist.plugin -n 8"
     timeout 20 nvidia-smi --query-gpu=$facts --format=csv 2>&1 || echo "nvidia-smi says nothing"
 fi >"$out/machine.txt"
 {
@@ -133,8 +137,8 @@ engine="$python benchmarks/gpu/engine.py $dry --seconds @LEFT"
 report
 is_wanted ladder && part ladder 240 "$python" benchmarks/gpu/ladder.py $dry
 if [ "$status" -ne 0 ]; then
-    echo "the ladder does not hold: nothing else is run"
-    wanted=" "
+    echo "the ladder does not hold: of the rest, kernels and tests alone are run"
+    wanted=$([ "$end" -eq 0 ] || for each in kernels tests; do is_wanted "$each" && printf ' %s ' "$each"; done)
 fi
 is_wanted calibration &&
     part calibration 150 "$python" -m ps_core.cli doctor --calibrate --out "$out/machine.toml"
@@ -144,10 +148,10 @@ if is_wanted sizes; then
 fi
 is_wanted training && part training 505 $engine --json "$out/training.json"
 is_wanted compared && part compared 535 $engine --compared --json "$out/compared.json"
-is_wanted tests && part tests 150 $pytest $own
+is_wanted tests && part tests 150 $pytest $beside $own
 [ -n "$dry" ] && is_wanted tests && part exercise 200 "$python" benchmarks/gpu/exercise.py --dry-run
 is_wanted kernels && part kernels 150 "$python" benchmarks/gpu/kernels.py $dry --json "$out/kernels.json"
-is_wanted engine && part engine 210 $played $pytest tests/gpu/test_engine.py -k "$few"
+is_wanted engine && part engine 210 $played $pytest $beside tests/gpu/test_engine.py -k "$few"
 is_wanted ranks && part ranks 180 $played $pytest tests/gpu/test_ranks.py -k "$few"
 is_wanted sanitizer && part sanitizer 230 env PS_SANITIZER_SECONDS=105 $pytest tests/gpu/test_sanitizer.py
 [ -z "$dry" ] && is_wanted largest && part largest 500 $engine --largest --json "$out/largest.json"

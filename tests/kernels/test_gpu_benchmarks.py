@@ -98,33 +98,38 @@ def test_an_error_is_named_by_its_own_line(script: Any) -> None:
     assert engine.blamed(["Killed"]) == "Killed"
 
 
-def test_the_ladder_stops_at_the_first_failure_and_looks_closer(
-    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("failing", ["order", "links"])
+def test_the_ladder_looks_closer_at_what_fails_and_goes_on_where_that_tells_more(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str
 ) -> None:
     ladder = script("ladder")
-    began: list[tuple[str, str, bool]] = []
+    began: list[tuple[list[str], str]] = []
 
-    def attempt(names: list[str], limit_s: float, environment: Any) -> tuple[int, float, list[str]]:
-        (name,) = names
-        began.append((name, environment.get("CUDA_LAUNCH_BLOCKING", ""), limit_s > ladder.RUNGS[name][1]))
-        return int(name == "order"), 0.5, [f"said by {name}"]
+    def attempt(row: list[list[str]], dry: bool, environment: Any) -> list[tuple[int, list[str]]]:
+        began.append(([name for (name,) in row], environment.get("CUDA_LAUNCH_BLOCKING", "")))
+        return [(int(name == failing), [f"said by {name}"]) for (name,) in row]
 
     monkeypatch.setattr(ladder, "attempt", attempt)
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     assert ladder.climb(False, list(ladder.RUNGS)) == 1
-    upto = list(ladder.RUNGS)[: list(ladder.RUNGS).index("order") + 1]
-    assert began == [*((name, "", False) for name in upto), ("order", "1", True)]
+    rows = [(list(row), "") for row in ladder.ROWS]
+    assert sorted(name for row, _ in rows for name in row) == sorted(ladder.RUNGS)
+    at = next(index for index, (row, _) in enumerate(rows) if failing in row) + 1
+    rest = [] if failing in ladder.NEEDED else rows[at:]
+    assert began == [*rows[:at], ([failing], "1"), *rest]
     said = capsys.readouterr().out
-    assert "ok kernels, 0.5 s" in said
-    assert said.index("FAILED order") < said.index("order again, with launches that wait")
-    assert ladder.climb(False, ["links"]) == 0
+    assert "ok versions" in said
+    assert said.index(f"FAILED {failing}") < said.index(f"{failing} again, with launches that wait")
+    assert f"ladder: FAILED: {failing}" in said
+    assert ladder.climb(False, ["tiny"]) == 0
 
 
 def test_a_rung_that_hangs_is_stopped(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ladder, stuck = script("ladder"), tmp_path / "stuck.py"
     stuck.write_text(STUCK, "utf-8")
     monkeypatch.setattr(ladder, "__file__", str(stuck))
-    status, _, said = ladder.attempt(["links"], 5.0, dict(os.environ))
+    monkeypatch.setitem(ladder.RUNGS, "links", (ladder.links, 5))
+    ((status, said),) = ladder.attempt([["links"]], False, dict(os.environ))
     assert status != 0
     assert (said[0], said[-1]) == ("begun", "stopped after 5 s")
     assert any("stuck.py" in line and "in wait_for_ever" in line for line in said), "it says where it was"
@@ -154,13 +159,14 @@ def test_a_rung_that_is_interrupted_is_not_run_again(
 
     monkeypatch.setattr(ladder, "__file__", str(stuck))
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    assert ladder.climb(False, ["links", "kernels"]) == 1
+    assert ladder.climb(False, ["kernels", "order", "tiny"]) == 1
     said = capsys.readouterr().out
-    assert "FAILED links" in said
+    assert "FAILED kernels" in said
+    assert "FAILED order" in said
     assert "begun" in said
     assert "interrupted" in said
     assert "again" not in said
-    assert "kernels" not in said
+    assert "tiny" not in said
 
 
 class DeepSpeedEngine:
