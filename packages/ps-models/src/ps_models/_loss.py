@@ -135,7 +135,7 @@ class _ChunkedLoss(Function):
             labels_n = labels_n.long().contiguous()
             check_labels(labels_n, len(table_vh), IGNORED)
         with torch.autocast(x_nh.device.type, enabled=False):
-            sums = _Sums(x_nh.to(table_vh.dtype), table_vh.detach(), bias_v, wanted)
+            sums = _Sums(x_nh.to(table_vh.dtype), table_vh, bias_v, wanted)
             for start in range(0, len(labels_n), rows):
                 sums.add(start, labels_n[start : start + rows], by_kernel=by_kernel)
         count = (labels_n != IGNORED).sum() if mean else torch.ones_like(sums.loss)

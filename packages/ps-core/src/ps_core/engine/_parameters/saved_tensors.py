@@ -146,6 +146,10 @@ class SavedTensors:
         """
         if tensor.is_meta:
             return tensor
+        if type(tensor) is not torch.Tensor:  # a `Function` of the user's may save a parameter itself
+            record = getattr(tensor, "_record", None)
+            if record is not None and record.bound and self._owners.get(record.bound.storage._cdata) is record:
+                return SavedParameterRef(record, tensor)
         if tensor.layout is not _STRIDED:
             return tensor.detach(), tensor._version
         storage = tensor.untyped_storage()

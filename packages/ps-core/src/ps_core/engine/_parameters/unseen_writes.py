@@ -28,7 +28,7 @@ from ps_core.engine._memory.transfers import Transfers
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import SlotContents
 
-_PIECE_NUMEL = 2**18
+_PIECE_NUMEL = 2**20
 """Elements compared at a time: where one side has to be rounded or fetched, the copy stays small."""
 _BITS = {2: torch.int16, 4: torch.int32}
 
@@ -120,9 +120,9 @@ class ExposedParameters:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors have the same bits, once both have the first one's type."""
+    """Return True if two tensors have the same bits, once both have the first one's type; compare on its device."""
     pieces = zip(*(torch.split(each.reshape(-1), _PIECE_NUMEL) for each in (one, other)), strict=True)
-    return all(_same_bits(left.cpu(), right.cpu().to(left.dtype)) for left, right in pieces)
+    return all(_same_bits(left, right.to(left.device).to(left.dtype)) for left, right in pieces)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
