@@ -84,7 +84,7 @@ def test_out_of_memory(where: str, watched: bool, caplog: pytest.LogCaptureFixtu
     runtime = FakeRuntime(5, watched=watched)
     with runtime:
         device = CudaDevice(runtime)
-        size = 96 * 1024
+        size = 84 * 1024
         made = chunked_model(Hungry(), device=device, budget=Budget(device=size, host=HOST))
         with made as (model, optimizer):
             losses = train(model, optimizer, range(3))

@@ -8,7 +8,7 @@ from itertools import chain
 
 from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._layout import Group, Layout
-from ps_core._plan import Instr, Plan, Queue, Release, Run, Segment
+from ps_core._plan import Held, Instr, Plan, Queue, Release, Reserve, Run, Segment
 from ps_core._planner.search import Planned
 from ps_core._program import Program
 from ps_core._simulate.machine import Machine
@@ -122,6 +122,14 @@ class EnginePlan:
     def arena_end(self) -> int:
         """Return the address at which the plan's largest non-model bytes begin on the compute tier."""
         return self.plan.tiers[0].capacity_bytes - self.nonmodel_bytes
+
+    @cached_property
+    def block_end(self) -> int:
+        """Return the address at which the last slot below `arena_end` ends: the arena's block needs no more."""
+        ops = (instr.op for segment in self.plan.segments for instr in segment.instrs)
+        slots: list[Held | Reserve] = [*self.plan.home, *(op for op in ops if isinstance(op, Reserve))]
+        ends = [slot.offset + slot.bytes for slot in slots if slot.tier == 0]
+        return max((end for end in ends if end <= self.arena_end), default=0)
 
     @cached_property
     def micro_segments(self) -> tuple[SegmentName, ...]:

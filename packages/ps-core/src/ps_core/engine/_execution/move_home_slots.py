@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from ps_core._plan import Held, Queue
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
@@ -31,7 +33,7 @@ def move_homes_to_plan(engine: Engine, plan: EnginePlan) -> bool:
     if not store.device.overcommits:
         for record in engine.records:
             residency.unbind(record)
-        store.arena.resize(plan.arena_end)
+        store.arena.resize(plan.block_end)
     while pending:
         ready = [held for held in pending if _may_move(store, plan.chunk(held.extent), held)]
         for held in ready:
@@ -98,6 +100,9 @@ def move(engine: Engine, chunk: Chunk, tier: int, offset: int = -1) -> None:
 def spill_outside_tiers(engine: Engine, chunk: Chunk) -> None:
     """Move an extent to host memory outside every tier's budget, so that other home slots can be moved."""
     old = chunk.home
-    memory = old.in_host_memory() if old.place is None else engine.residency.own_bytes(chunk)
+    if old.place is None:
+        memory = torch.empty(old.bytes, dtype=torch.uint8, device="cpu").copy_(old.memory)
+    else:
+        memory = engine.residency.own_bytes(chunk)
     target = Slot(engine.store.work_tier(old.tier), -1, 0, memory, chunk.extent, old.version)
     engine.residency.transfers.release_slot(chunk.rehome(target))

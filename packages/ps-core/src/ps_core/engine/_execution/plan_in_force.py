@@ -119,6 +119,7 @@ class PlanInForce:
         self.found = None
         if self.estimated and self.plan is not None and matches_estimate(recording, self.plan.recording):
             self.estimated, self.recorded = False, True
+            self._engine.store.device.trim_host()
             return
         before, done = self.plan, self._serve_both(recording, batch)
         if done is None:
@@ -170,7 +171,8 @@ class PlanInForce:
             self._engine.speculation.free()  # the new plan says for how much there is room
         if not self._homes.move_to_plan(plan):
             return False
-        self._engine.store.device.trim_host()
+        if not recording.foreseen:  # else the next plan may soon move the home slots again
+            self._engine.store.device.trim_host()
         self._engine.store.ledger.note_foreseen(0)
         self.plan, self.batch, self.source = plan, batch, (recording, batch)
         return True

@@ -82,10 +82,6 @@ class Slot:
         """Return a view of the first ``numel`` elements as a vector."""
         return self.memory[: numel * dtype.itemsize].view(dtype)
 
-    def in_host_memory(self) -> torch.Tensor:
-        """Return a copy of the bytes in pageable host memory, outside every budget."""
-        return torch.empty(self.bytes, dtype=torch.uint8, device="cpu").copy_(self.memory)
-
 
 @dataclass(slots=True)
 class SlotView:

@@ -377,7 +377,10 @@ class Arena:
         """Make the block end at an address, between passes; host memory holds the slots' bytes meanwhile."""
         if not self.exists or self._device.overcommits or self._memory.numel() == max(128, end):
             return
-        saved = [(slot, slot.in_host_memory()) for slot in self._slots if slot.offset < max(end, self._memory.numel())]
+        saved = [
+            (slot, self._in_host_memory(slot)) for slot in self._slots if slot.offset < max(end, self._memory.numel())
+        ]
+        self._device.synchronize()
         for slot, _ in saved:
             slot.memory, slot.views = slot.memory.new_empty(0), {}
         self._views.clear()  # they refer to the old block
@@ -389,7 +392,15 @@ class Arena:
                 self._memory = self._block(0)
         for slot, contents in saved:
             slot.memory, slot.views = self._window(slot.offset, slot.bytes)
-            slot.memory.copy_(contents)
+            slot.memory.copy_(contents, non_blocking=True)
+        self._device.synchronize()
+
+    def _in_host_memory(self, slot: Slot) -> torch.Tensor:
+        """Return a copy of the bytes, outside every budget; it is complete once the device is done.
+
+        Blocks of host memory that home slots left behind are kept, so this allocates hardly anything after a move.
+        """
+        return self._device.host(slot.bytes).copy_(slot.memory, non_blocking=True)
 
     def return_pages(self, start: int) -> None:
         """Return unused pages, from an address on, to the system; no work on them may run."""

@@ -147,9 +147,9 @@ class SavedTensors:
         if tensor.is_meta:
             return tensor
         if type(tensor) is not torch.Tensor:  # a `Function` of the user's may save a parameter itself
-            record = getattr(tensor, "_record", None)
-            if record is not None and record.bound and self._owners.get(record.bound.storage._cdata) is record:
-                return SavedParameterRef(record, tensor)
+            saved: ParamState | None = getattr(tensor, "_record", None)
+            if saved is not None and saved.bound and self._owners.get(saved.bound.storage._cdata) is saved:
+                return SavedParameterRef(saved, tensor)
         if tensor.layout is not _STRIDED:
             return tensor.detach(), tensor._version
         storage = tensor.untyped_storage()

@@ -3,9 +3,10 @@
 [Note: the allocator's cap]
 A plan keeps the bytes in use within the budget. The allocator also keeps blocks that were freed, and gaps between
 blocks, and the driver and other processes count those as used. So the allocator is capped
-(`torch.cuda.set_per_process_memory_fraction`): at all budgets, and what other code had reserved before. At the cap the
-allocator gives back the blocks that it keeps. Memory runs out where that is not enough, and then the next pass is
-planned with more left free. A pass without a plan cannot be, so there is no cap while a model there has one.
+(`torch.cuda.set_per_process_memory_fraction`): at all budgets, a sixteenth more, and what other code had reserved
+before. Gaps need that sixteenth: their places change from step to step. At the cap the allocator gives back the blocks
+that it keeps. Memory runs out where that is not enough, and then the next pass is planned with more left free. A pass
+without a plan cannot be, so there is no cap while a model there has one.
 
 A cap that other code set stays, and so does a change of ours by other code.
 """
@@ -22,6 +23,8 @@ from ps_core.engine._support.log import log_line
 
 ROUNDING_BYTES = 2**26
 """Added to the cap: blocks of 2 and 20 MiB are taken however little is in them, and libraries want workspaces of 32."""
+GAPS_PART = 16
+"""For gaps between blocks, the budgets divided by this are added to the cap."""
 
 _SHARED: weakref.WeakKeyDictionary[CudaRuntime, AllocatorCap] = weakref.WeakKeyDictionary()
 
@@ -93,7 +96,8 @@ class AllocatorCap:
             self._own_bytes = None
             return
         budgets = [budget for budget in self._budgets.values() if budget is not None]
-        wanted = sum(budgets) + self._others_bytes + ROUNDING_BYTES if budgets else None
+        gaps = sum(budgets) // GAPS_PART
+        wanted = sum(budgets) + gaps + self._others_bytes + ROUNDING_BYTES if budgets else None
         if wanted is None or len(budgets) < len(self._budgets) or wanted >= runtime.free_bytes()[1]:
             wanted = None
         if wanted != found:
