@@ -24,11 +24,8 @@ from ps_core.engine._calibration.probes import BUSY, Row, collect, steadiness
 from ps_core.engine._calibration.transformer_blocks import OnADevice, OnTheCpu
 
 _ROUNDS = 12
-_OWN = {
-    "cpu": ("moment_overhead_s", "tensor_overhead_s", "instruction_overhead_s", "move_overhead_s"),
-    "cuda": ("moment_overhead_s",),
-}
-"""Fields of `Machine` for the engine's own work, by device: differences of times, 0 where noise was larger."""
+_OWN = ("moment_overhead_s", "tensor_overhead_s", "instruction_overhead_s", "move_overhead_s")
+"""Fields of `Machine` for the engine's own work on the CPU: differences of times, 0 where noise was larger."""
 
 
 def calibrate(device: torch.device, between: Callable[[], object] | None = None) -> tuple[Machine, list[str]]:
@@ -74,18 +71,16 @@ def calibrate(device: torch.device, between: Callable[[], object] | None = None)
 def _of_a_device(device: torch.device, rows: list[Row], measure: Callable[[], None]) -> Machine:
     """Measure a device. Its built-in machine gives what cannot be measured."""
     step, bf16, fp32 = StepRate(device), OnADevice(device, torch.bfloat16), OnADevice(device, torch.float32)
-    rows += [[step.probe], bf16.probes, fp32.probes]
+    rows += [[step.probe], [bf16.probe], [fp32.probe]]
     measure()
     found = torch.cuda.get_device_properties(device)
     whole = found.total_memory
-    rate, overhead = bf16.fit()
     return replace(
         default_machine(whole, found.name),
         memory_bytes=whole,
-        matmul_flops=rate,
-        matmul_flops_fp32=fp32.fit()[0],
+        matmul_flops=bf16.fit(),
+        matmul_flops_fp32=fp32.fit(),
         device_bandwidth=step.rate(),
-        moment_overhead_s=overhead,
     )
 
 
@@ -130,7 +125,7 @@ def main() -> int:
     lost: list[str] = []
     for _ in range(2):
         found, more = calibrate(device)
-        lost = [name for name in _OWN[device.type] if not getattr(found, name)]
+        lost = [] if device.type == "cuda" else [name for name in _OWN if not getattr(found, name)]
         if not lost:
             sys.stdout.write("".join(f"# {line}\n" for line in more) + found.to_toml())
             return 0

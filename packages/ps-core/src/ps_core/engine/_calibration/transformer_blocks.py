@@ -20,8 +20,9 @@ _HEAD = 64
 _TOKENS = 512
 _WIDTHS = (32, 192, 512)
 """Widths of a model that hardly computes, of one where elements count, and of one where products do."""
-_DEVICE_WIDTH, _DEVICE_BLOCKS = 384, 4
-_DEVICE_TOKENS = (4096, 12288)
+_DEVICE_WIDTH, _DEVICE_BLOCKS, _DEVICE_LENGTH = 2048, 2, 512
+_DEVICE_TOKENS = {torch.bfloat16: 16384, torch.float32: 4096}
+"""So many that launching kernels takes less time than running them."""
 
 
 class Block(nn.Module):
@@ -123,23 +124,18 @@ def fit(timed: Sequence[Timed], copy_rate: float, slow: Slow) -> tuple[float, fl
 
 
 class OnADevice:
-    """Measure two numbers of tokens in one precision: time that grows with them is work, the rest is overhead."""
+    """Measure blocks as wide as large models have them, with many tokens, in one precision."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        model = Blocks(_DEVICE_BLOCKS, _DEVICE_WIDTH).to(device, dtype)
-        self._work = 8.0 * sum(each.numel() for each in model.blocks.parameters())
-        self._work += 6.0 * sum(each.numel() for each in model.first.parameters())
-        shapes = ((tokens // _LENGTH, _LENGTH, _DEVICE_WIDTH) for tokens in _DEVICE_TOKENS)
-        inputs = [torch.rand(*shape, device=device, dtype=dtype) for shape in shapes]
-        self.probes = [_probe(f"{dtype} blocks of {x.shape[0]} sequences", model, x) for x in inputs]
+        model, tokens = Blocks(_DEVICE_BLOCKS, _DEVICE_WIDTH).to(device, dtype), _DEVICE_TOKENS[dtype]
+        self._work = 8.0 * tokens * sum(each.numel() for each in model.blocks.parameters())
+        self._work += 6.0 * tokens * sum(each.numel() for each in model.first.parameters())
+        x = torch.rand(tokens // _DEVICE_LENGTH, _DEVICE_LENGTH, _DEVICE_WIDTH, device=device, dtype=dtype)
+        self.probe = _probe(f"{dtype} blocks of {tokens} tokens", model, x)
 
-    def fit(self) -> tuple[float, float]:
-        """Return the operations a second, counting 8 a parameter and token, and the overhead of a moment in seconds."""
-        few, many = (self._work * tokens for tokens in _DEVICE_TOKENS)
-        short, long = (probe.seconds for probe in self.probes)
-        rate = (many - few) / max(long - short, 0.25 * long)
-        overhead = max(0.0, short - few / rate) / (2 * (_DEVICE_BLOCKS + 1))
-        return rate, min(overhead, 1.0)
+    def fit(self) -> float:
+        """Return the operations a second, counting 8 a parameter and token."""
+        return self._work / self.probe.seconds
 
 
 def _probe(name: str, model: nn.Module, x: torch.Tensor) -> Probe:
