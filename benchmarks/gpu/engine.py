@@ -40,7 +40,7 @@ class Group:
     """In a turn."""
     limit_s: float = 150.0
     profiled: int = 0
-    """So many more steps of each, under the engine's profiler."""
+    """So many more steps of each engine, under its profiler."""
 
 
 B13: dict[str, int] = {"layers": 24, "hidden": 2048}
@@ -195,7 +195,7 @@ def together(group: Group, limit_s: float) -> list[Row]:
                 if done:
                     worker.row["turns_s"].append(done["step_s"])
                     worker.row["losses"] = done["losses"]
-        for worker in workers if group.profiled else ():
+        for worker in [each for each in workers if group.profiled and each.case.how == "engine"]:
             worker.row |= worker.ask(f"profile {group.profiled}", end)
         for worker in workers:
             worker.row |= worker.ask("facts", end)
