@@ -209,13 +209,17 @@ def test_other_ways_to_train_lower_the_loss(script: Any, monkeypatch: pytest.Mon
     assert losses[-1] < losses[0] - 0.005
 
 
-def test_tiled_weights_repeat_one_block(script: Any) -> None:
-    tile, numel = script("trainer").tile, 2**22
-    weight = tile(torch.empty(2, numel // 2 + 1), std=0.02)
-    flat = weight.view(-1)
-    assert torch.equal(flat[numel:], flat[:2])
-    assert abs(float(flat.std()) - 0.02) < 1e-4
-    assert abs(float(flat.mean())) < 1e-4
+def test_tiled_weights_repeat_one_block_and_no_row(script: Any) -> None:
+    trainer = script("trainer")
+    numel = len(trainer.numbers())
+    torch.manual_seed(0)
+    first, second = (trainer.tile(torch.empty(3, numel // 2), std=0.02) for _ in range(2))
+    assert torch.equal(first.view(-1)[numel:], first.view(-1)[: numel // 2 - 1])
+    assert not torch.equal(first, second), "each begins elsewhere"
+    rows = trainer.tile(torch.empty(4096, 2048)).unique(dim=0)
+    assert len(rows) == 4096, "no row is there twice"
+    assert abs(float(first.std()) - 0.02) < 1e-4
+    assert abs(float(first.mean())) < 1e-4
 
 
 ROWS = [
