@@ -336,6 +336,21 @@ def test_nonmodel_bytes_are_the_allocators_less_what_is_the_engines() -> None:
         del two
 
 
+def test_a_pause_whose_end_an_interrupt_skipped_is_over_with_the_moment() -> None:
+    runtime = FakeRuntime()
+    with runtime:
+        device = CudaDevice(runtime)
+        tracker, other = device.nonmodel_bytes(), device.nonmodel_bytes()
+        tracker.start()
+        tracker.paused().__enter__()
+        tracker.take_peak()
+        torch.zeros(300, dtype=torch.uint8)
+        other.start()  # resets the allocator's peak
+        with tracker.paused():
+            torch.zeros(9999, dtype=torch.uint8)
+        assert tracker.take_peak() == 300
+
+
 def test_without_a_budget_it_is_what_is_free_less_a_tenth() -> None:
     runtime = FakeRuntime()
     runtime.allocator.limit_bytes = 1_000_000

@@ -106,6 +106,7 @@ class AllocatorBytesTracker:
 
     def take_peak(self) -> int:
         """Return the most bytes alive at once since the last call, and start anew."""
+        self._depth = 0  # an interrupt (Ctrl-C) may have skipped the end of a pause
         found = self._runtime.allocated()
         peak = max(self._peak_bytes, self._above(found.peak))
         self._reset()
