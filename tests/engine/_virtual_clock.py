@@ -31,6 +31,7 @@ from ps_core.engine._devices.cuda.timer import CudaTimer
 from ps_core.engine._devices.device import Mark
 from ps_core.engine._devices.disk.file import FileExtent
 from ps_core.engine._devices.disk.queues import DISK_QUEUES, DiskEvent
+from ps_core.engine._devices.tensor_bytes import _PAUSE
 from ps_core.engine._tracing.op_costs import amounts_of
 
 FREE = ("gradient of", "no gradient in", "poison", "saved", "offloaded")
@@ -96,7 +97,7 @@ class TimedAllocator(Allocator):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self._pause.depth:
+        if not _PAUSE.entered():
             runtime: Any = self.runtime
             runtime.operator(func, args, kwargs or {}, result)
         return result

@@ -28,6 +28,7 @@ from _reference import GROUP_BYTES, Make, Settings
 from _runs import HOST, check_same, children, chunked_model, managed, stand_in
 from ps_core import Budget, Options
 from ps_core.engine import chunked, load_checkpoint, materialized, release, save_checkpoint, statistics
+from ps_core.engine._devices.tensor_bytes import _PAUSE
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_core.engine._support.interrupts import (
     _HANDLER,
@@ -55,6 +56,8 @@ def as_python_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not lost
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert (_STATE.depth, _STATE.users, _STATE.put, _STATE.came) == (0, 0, set(), {})
+    assert not _PAUSE.entered(), "tensors are counted again"
+    assert gc.isenabled()
     signal.signal(signal.SIGINT, before)
 
 

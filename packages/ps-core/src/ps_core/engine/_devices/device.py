@@ -106,11 +106,11 @@ class NonModelBytes(Protocol):
     def forget(self, tensor: torch.Tensor) -> None:
         """Stop counting this tensor, where tensors are counted one by one."""
 
-    def paused(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[object]:
         """Leave out the tensors that the engine makes meanwhile."""
 
     def take_peak(self) -> int:
-        """Return the most bytes alive at once since the last call, and start anew."""
+        """Return the most bytes alive at once since the last call, and start anew; call this outside of pauses."""
 
 
 class Device(Protocol):

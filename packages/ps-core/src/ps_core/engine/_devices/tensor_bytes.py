@@ -22,8 +22,8 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from threading import local
-from types import TracebackType
+from contextlib import AbstractContextManager
+from threading import RLock, local
 from typing import Any
 
 import torch
@@ -48,18 +48,18 @@ class _TrackedStorage(weakref.ref[torch.UntypedStorage]):
 
 
 class _Pause(local):
-    """Stop the counting on this thread while this is entered, nested or not."""
+    """Stop the counting on this thread while it holds its lock, once or several times.
+
+    A lock is released in C, so no interrupt (Ctrl-C) comes between the end of the block and the release.
+    """
 
     def __init__(self) -> None:
-        self.depth = 0
+        self.lock = RLock()
+        self.entered: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]  # `Condition` uses it too
 
-    def __enter__(self) -> None:
-        self.depth += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.depth -= 1
+_PAUSE = _Pause()
+"""One for all trackers: what one model's engine makes is no other model's activation."""
 
 
 class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
@@ -70,8 +70,6 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
     """
 
     supports_higher_order_operators = True
-    _pause = _Pause()
-    """One for all trackers: what one model's engine makes is no other model's activation."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -133,9 +131,9 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         with _NoCollection():
             return any(mode is self for mode in _get_current_dispatch_mode_stack())
 
-    def paused(self) -> _Pause:
-        """Return a context within which no tracker counts: for tensors that an engine makes itself."""
-        return self._pause
+    def paused(self) -> AbstractContextManager[object]:
+        """Return a context within which no tracker counts on this thread: for tensors that an engine makes itself."""
+        return _PAUSE.lock
 
     # ---- what counts
 
@@ -186,7 +184,7 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
             if not self._is_transparent(kind):
                 return NotImplemented  # a wrapper subclass: its own dispatch runs operators on what it wraps
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if self._counting and not self._pause.depth:
+        if self._counting and not _PAUSE.entered():
             self._look(func, result, args, kwargs)
         return result
 
