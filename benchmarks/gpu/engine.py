@@ -52,7 +52,6 @@ GROUPS = (
     Group(limit_s=170.0, cases=(
         Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, **B13),
         Case(name="FSDP2 with CPU offload, 1.3B", how="fsdp2", warm_ups=2, **B13),
-        Case(name="FSDP2 so, weights stay for backward, 1.3B", how="fsdp2", warm_ups=2, reshard=False, **B13),
     )),
     Group(limit_s=100.0, cases=(
         Case(name="engine, 1.3B in 30 GiB", how="engine", device_bytes=30 * GIB, host_bytes=32 * GIB, **B13),
@@ -64,20 +63,29 @@ GROUPS = (
     )),
 )  # fmt: skip
 SIZES = (
-    Case(name="engine, 1.3B in 30 GiB", how="engine", device_bytes=30 * GIB, host_bytes=32 * GIB, **B13),
-    Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, **B13),
-    Case(name="engine, 6.7B in 24 GiB", how="engine", device_bytes=24 * GIB, host_bytes=104 * GIB, **B67),
-    Case(name="engine, 1.3B in 12 GiB, steps within backward", how="engine", device_bytes=12 * GIB,
-         host_bytes=32 * GIB, in_backward=True, **B13),
-    Case(name="engine, 6.7B in 24 GiB, steps within backward", how="engine", device_bytes=24 * GIB,
-         host_bytes=104 * GIB, in_backward=True, **B67),
-)  # fmt: skip
-"""Three steps of each, and three that are profiled."""
-COMPARED = (
-    Group(limit_s=150.0, cases=(
-        Case(name="engine, 1.3B, all fits", how="engine", device_bytes=30 * GIB, host_bytes=8 * GIB, **B13),
+    Group(limit_s=60.0, profiled=3, cases=(
+        Case(name="engine, 1.3B in 30 GiB", how="engine", device_bytes=30 * GIB, host_bytes=32 * GIB, **B13),
         Case(name="bf16 and fp32 masters, 1.3B", how="masters", warm_ups=2, **B13),
     )),
+    Group(turns=3, limit_s=80.0, profiled=3, cases=(
+        Case(name="engine, 1.3B in 12 GiB", how="engine", device_bytes=12 * GIB, host_bytes=32 * GIB, **B13),
+        Case(name="FSDP2 with CPU offload, weights stay for backward, 1.3B", how="fsdp2", warm_ups=2, reshard=False,
+             **B13),
+    )),
+    Group(turns=1, limit_s=85.0, profiled=3, cases=(
+        Case(name="engine, 6.7B in 24 GiB", how="engine", device_bytes=24 * GIB, host_bytes=104 * GIB, **B67),
+    )),
+    Group(turns=1, limit_s=60.0, profiled=3, cases=(
+        Case(name="engine, 1.3B in 12 GiB, steps within backward", how="engine", device_bytes=12 * GIB,
+             host_bytes=32 * GIB, in_backward=True, **B13),
+    )),
+    Group(turns=1, limit_s=85.0, profiled=3, cases=(
+        Case(name="engine, 6.7B in 24 GiB, steps within backward", how="engine", device_bytes=24 * GIB,
+             host_bytes=104 * GIB, in_backward=True, **B67),
+    )),
+)  # fmt: skip
+"""The most telling first; the first three take a little over two minutes on an H200."""
+COMPARED = (
     Group(turns=2, limit_s=100.0, cases=(  # 40 GiB for this one: the three of them do not fit an 80 GB card
         Case(name="bf16 and fp32 masters, nothing recomputed, 1.3B", how="masters", warm_ups=2, checkpoint=False,
              **B13),
@@ -102,9 +110,14 @@ DRY = (
     )),
 )  # fmt: skip
 DRY_SIZES = (
-    Case(name="engine, dry", how="engine", device_bytes=2**21, on="emulated", **SMALL),
-    Case(name="engine, dry, steps within backward", how="engine", device_bytes=2**21, on="emulated", in_backward=True,
-         **SMALL),
+    Group(turns=1, limit_s=800.0, profiled=3, cases=(
+        Case(name="engine, dry", how="engine", device_bytes=2**21, on="emulated", **SMALL),
+        Case(name="bf16 and fp32 masters, dry", how="masters", warm_ups=1, on="cpu", **SMALL),
+    )),
+    Group(turns=1, limit_s=800.0, profiled=3, cases=(
+        Case(name="engine, dry, steps within backward", how="engine", device_bytes=2**21, on="emulated",
+             in_backward=True, **SMALL),
+    )),
 )  # fmt: skip
 DRY_COMPARED = (
     Group(turns=1, steps=1, limit_s=800.0, cases=(
@@ -281,25 +294,27 @@ def largest(limit_s: float, keep: Callable[[list[Row]], None]) -> list[Row]:
 
 
 def sizes(
-    cases: Sequence[Case], limit_s: float, keep: Callable[[list[Row]], None], machine: Path, timelines: Path
+    groups: Sequence[Group], limit_s: float, keep: Callable[[list[Row]], None], machine: Path, timelines: Path
 ) -> list[Row]:
-    """Each case by itself: three steps after those that warm it up, then three under the engine's profiler.
+    """Each group by itself; its engines also take steps under their profiler.
 
     Plans are made with the machine file that calibration has left, if any.
     """
     rows: list[Row] = []
     end = time.monotonic() + limit_s
     timelines.mkdir(parents=True, exist_ok=True)
-    for index, case in enumerate(cases):
-        if (left := end - time.monotonic()) < 60:  # a large model takes that long to build
+    for index, group in enumerate(groups):
+        if (left := end - time.monotonic()) < 30:  # no model is built much sooner
             break
-        told = replace(
-            case, machine=str(machine) if machine.is_file() else None, timeline=str(timelines / f"timeline-{index}")
-        )
-        rows += together(Group(cases=(told,), turns=1, steps=3, limit_s=left, profiled=3), left)
-        show(rows[-1:])
-        for name, found in rows[-1].get("profile", {}).items():
-            print(f"{name}: {found['said']}", flush=True)
+        more = {
+            "machine": str(machine) if machine.is_file() else None, "timeline": str(timelines / f"timeline-{index}")
+        }  # fmt: skip
+        cases = tuple(replace(case, **more) if case.how == "engine" else case for case in group.cases)
+        rows += together(replace(group, cases=cases), left)
+        show(rows[-len(cases) :])
+        for row in rows[-len(cases) :]:
+            for name, found in row.get("profile", {}).items():
+                print(f"{row['name']}, {name}: {found['said']}", flush=True)
         keep(rows)
     return rows
 

@@ -15,17 +15,17 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from rung_process import INTERRUPTED, RungProcess
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -394,7 +394,6 @@ ROWS = (
 """What runs at the same time. Times are measured, and memory runs out, where nothing else is."""
 NEEDED = {"versions", "compiling", "links"}
 """Where one of these fails, nothing else can run."""
-INTERRUPTED = 130
 
 
 def climb(dry: bool, rungs: list[str]) -> int:
@@ -439,39 +438,9 @@ def limit_s(names: list[str], dry: bool) -> int:
 def attempt(row: list[list[str]], dry: bool, environment: dict[str, str]) -> list[tuple[int, list[str]]]:
     """Run rungs at the same time; return the status of each process, and what it said."""
     ended: list[tuple[int, list[str]]] = []
-    for process in [Process(names, limit_s(names, dry), environment) for names in row]:
+    for process in [RungProcess(__file__, names, limit_s(names, dry), environment) for names in row]:
         ended.append(process.end(at_once=any(status == INTERRUPTED for status, _ in ended)))
     return ended
-
-
-class Process:
-    """Rungs that run in a process of their own."""
-
-    def __init__(self, names: list[str], limit_s: float, environment: dict[str, str]) -> None:
-        self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed as this ends
-        command = [sys.executable, "-X", "faulthandler", __file__, "--rung", *names]
-        self._limit_s, self._end = limit_s, time.monotonic() + limit_s
-        self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, env=environment)
-
-    def end(self, *, at_once: bool = False) -> tuple[int, list[str]]:
-        """Wait until they end, or end them where they take too long or this is interrupted."""
-        process, why = self._process, list[str]()
-        try:
-            status = process.wait(0 if at_once else max(0.1, self._end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            status, why = 124, [f"stopped after {self._limit_s:.0f} s"]
-        except KeyboardInterrupt:
-            at_once = True
-        if at_once:
-            status, why = INTERRUPTED, ["interrupted"]
-        for number in (signal.SIGUSR1, signal.SIGKILL):  # the first makes it say where its threads are
-            if process.poll() is None:
-                process.send_signal(number)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(5)
-        with self._output as output:
-            output.seek(0)
-            return status, output.read().splitlines() + why
 
 
 def indented(lines: list[str]) -> str:

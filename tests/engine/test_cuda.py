@@ -23,6 +23,7 @@ from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cuda.device import CudaDevice, cuda_device
 from ps_core.engine._devices.cuda.memory import AllocatorBytesTracker
 from ps_core.engine._devices.disk.file import DiskFile
+from ps_core.engine._memory.tier_store import Arena
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_kernels import PinnedArena
 
@@ -305,6 +306,24 @@ def test_the_budget_is_kept_by_the_allocators_own_figures() -> None:
                 finish(optimizer)
             assert statistics(model).tiers["device"].peak_bytes <= size
             assert statistics(model).evictions > 0
+
+
+def test_a_block_of_another_length_takes_no_memory_beside_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's allocator keeps what is freed, and takes more from the card for a block of another size."""
+    with FakeRuntime() as runtime:
+        device, seen = CudaDevice(runtime), []
+        monkeypatch.setattr(runtime, "release_cached", lambda: seen.append(device._owned.bytes))
+        arena = Arena(device, 4096, exists=True, host=False, poison=False)
+        arena.resize(2048)
+        slots = [arena.reserve(256, offset) for offset in (0, 1792, 3840)]
+        for index, slot in enumerate(slots):
+            slot.memory.fill_(index + 1)
+        seen.clear()
+        arena.resize(1024)
+        assert seen == [256], "the old block was freed before; what lies beyond it stays"
+        assert device._owned.bytes == 1024 + 2 * 256
+        assert [slot.memory.unique().tolist() for slot in slots] == [[1], [2], [3]]
+        arena.close()
 
 
 def test_nonmodel_bytes_are_the_allocators_less_what_is_the_engines() -> None:

@@ -211,9 +211,9 @@ def test_however_late_copies_and_kernels_are(seed: int) -> None:
 @pytest.mark.skipif(on.FAKE, reason="there is one stream")
 def test_on_streams_of_the_users_own() -> None:
     expected = on.train(ADAMW, ROOMY, precision="bf16")
-    torch.manual_seed(3)
     streams = [torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.default_stream()]  # type: ignore[no-untyped-call]
     on.warm_up(*streams)
+    torch.manual_seed(3)  # behind the models that warmed up
     losses = []
     with on.managed(on.Model(), ADAMW, on.tight(), precision="bf16") as (model, optimizer, _):
         for index in range(on.STEPS):

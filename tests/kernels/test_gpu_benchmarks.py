@@ -27,7 +27,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(FOLDER))
     yield importlib.import_module
-    for name in ("engine", "trainer", "report", "ladder", "regime"):
+    for name in ("engine", "trainer", "report", "ladder", "rung_process", "regime"):
         if name not in before:
             sys.modules.pop(name, None)
 
@@ -86,7 +86,7 @@ def needed_bytes(case: Any) -> float:
 
 def test_trainings_that_take_turns_fit_an_80_gb_card_together(script: Any) -> None:
     engine = script("engine")
-    for group in (*engine.GROUPS, *engine.COMPARED):
+    for group in (*engine.GROUPS, *engine.SIZES, *engine.COMPARED):
         assert sum(map(needed_bytes, group.cases)) < 72 * GIB, [case.name for case in group.cases]
 
 

@@ -20,6 +20,10 @@ OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-s
 """One rounding an operation, to nearest; denormals kept."""
 
 
+ONCE = 1 << 20
+"""Enough blocks for each multiprocessor that none takes a second turn."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
     """Choose how steps and accumulation read memory; no choice changes a bit. See [Note: tuning] in step.cu."""
@@ -30,7 +34,7 @@ class Tuning:
     """What caches should not keep: 1 reads, 2 writes, 3 both."""
     threads: int = 256
     """Threads of a block."""
-    blocks: int = 64
+    blocks: int = ONCE
     """The most blocks for each multiprocessor; beyond, they take turns."""
 
     def __str__(self) -> str:
@@ -40,23 +44,21 @@ class Tuning:
         return ", ".join(word for word in words if word)
 
 
-ONCE = 1 << 20
-"""Enough blocks for each multiprocessor that none takes a second turn."""
 _MANY = {"packs": 2, "past": 3}
 TUNINGS = (
     Tuning(),
     Tuning(blocks=5),
     Tuning(blocks=10),
-    Tuning(blocks=ONCE),
+    Tuning(blocks=64),
     Tuning(past=2),
     Tuning(past=3),
-    Tuning(past=3, blocks=ONCE),
+    Tuning(past=3, blocks=64),
     Tuning(packs=2),
-    Tuning(packs=2, blocks=ONCE),
+    Tuning(packs=2, blocks=64),
     Tuning(**_MANY),
     Tuning(**_MANY, blocks=5),
-    Tuning(**_MANY, blocks=ONCE),
-    Tuning(**_MANY, threads=128, blocks=ONCE),
+    Tuning(**_MANY, blocks=64),
+    Tuning(**_MANY, threads=128),
     Tuning(packs=4, past=3, threads=128),
 )
 """The choices of a benchmark on a device; the first is the default."""

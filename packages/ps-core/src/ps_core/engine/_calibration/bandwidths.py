@@ -17,6 +17,8 @@ _CPU = torch.device("cpu")
 _PARAMETERS = 2**24
 """Parameters of the measured step on a CPU, far more than caches hold; a device has eight times as many."""
 _BLOCK_BYTES = 2**26
+_LAUNCHES = 8
+"""On a device, so often in a row: launching once and waiting takes a fifth as long as the work."""
 _SMALL_BYTES, _SMALL_COPIES = 4096, 50
 _DISK_BYTES = 2**28
 
@@ -28,16 +30,18 @@ class StepRate:
         self._numel = _PARAMETERS * (8 if device.type == "cuda" else 1)
         p, m, v = (torch.rand(self._numel, dtype=torch.float32, device=device) for _ in range(3))
         grad = torch.rand(self._numel, dtype=torch.float32, device=device).bfloat16()
-        self.probe = Probe(
-            f"optimizer step on {device.type}",
-            lambda: ps_kernels.adam_step(p, m, v, grad, grad, step=10, lr=1e-3, weight_decay=0.1),
-            device,
-        )
+        self._steps = _LAUNCHES if device.type == "cuda" else 1
+
+        def run() -> None:
+            for _ in range(self._steps):
+                ps_kernels.adam_step(p, m, v, grad, grad, step=10, lr=1e-3, weight_decay=0.1)
+
+        self.probe = Probe(f"optimizer step on {device.type}", run, device)
 
     @property
     def moved_bytes(self) -> int:
-        """Return how many bytes one step reads and writes."""
-        return 28 * self._numel
+        """Return how many bytes are read and written in a sample."""
+        return 28 * self._numel * self._steps
 
     def rate(self) -> float:
         """Return the bytes a second."""
@@ -55,7 +59,6 @@ class HostTraffic:
         self.probe = Probe("steps beside copies", self._run, device)
 
     def _run(self) -> None:
-        up, down, _ = self._links.probes
         block_bytes = _BLOCK_BYTES * (
             1 if self._device.type == "cuda" else 2
         )  # on the CPU both sides of a copy are host memory
@@ -63,8 +66,8 @@ class HostTraffic:
         with ThreadPoolExecutor(1) as pool:  # the step lets go of the interpreter's lock
             step = pool.submit(self._step.probe.work)
             while not step.done():
-                up.work()
-                down.work()
+                self._links.up()
+                self._links.down()
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 moved_bytes += 2 * block_bytes
@@ -96,11 +99,17 @@ class CopyRate:
     def __init__(self, device: torch.device) -> None:
         source = torch.rand(_BLOCK_BYTES // 4, dtype=torch.float32, device=device)
         target = torch.empty_like(source)
-        self.probe = Probe("copy in memory", lambda: target.copy_(source), device)
+        self._copies = _LAUNCHES if device.type == "cuda" else 1
+
+        def run() -> None:
+            for _ in range(self._copies):
+                target.copy_(source)
+
+        self.probe = Probe("copy in memory", run, device)
 
     def rate(self) -> float:
         """Return the bytes copied a second."""
-        return _BLOCK_BYTES / self.probe.seconds
+        return self._copies * _BLOCK_BYTES / self.probe.seconds
 
 
 class Links:
@@ -114,20 +123,33 @@ class Links:
         host.zero_()
         there = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device=device)
 
+        self._host, self._there = host, there
+        self._copies = _LAUNCHES if device.type == "cuda" else 1
+
         def small() -> None:
             for _ in range(_SMALL_COPIES):
                 there[:_SMALL_BYTES].copy_(host[:_SMALL_BYTES], non_blocking=True)
 
         self.probes = [
-            Probe("link up", lambda: there.copy_(host, non_blocking=True), device),
-            Probe("link down", lambda: host.copy_(there, non_blocking=True), device),
+            Probe("link up", lambda: self.up(self._copies), device),
+            Probe("link down", lambda: self.down(self._copies), device),
             Probe("small copies", small, device),
         ]
+
+    def up(self, times: int = 1) -> None:
+        """Launch copies to the device."""
+        for _ in range(times):
+            self._there.copy_(self._host, non_blocking=True)
+
+    def down(self, times: int = 1) -> None:
+        """Launch copies from the device."""
+        for _ in range(times):
+            self._host.copy_(self._there, non_blocking=True)
 
     def rates(self) -> tuple[float, float, float]:
         """Return the bytes a second up and down, and the latency in seconds."""
         up, down, small = (probe.seconds for probe in self.probes)
-        return _BLOCK_BYTES / up, _BLOCK_BYTES / down, small / _SMALL_COPIES
+        return self._copies * _BLOCK_BYTES / up, self._copies * _BLOCK_BYTES / down, small / _SMALL_COPIES
 
 
 def disk_rates() -> tuple[float, float]:

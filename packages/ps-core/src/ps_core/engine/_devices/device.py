@@ -171,6 +171,9 @@ class Device(Protocol):
     def changing_memory(self) -> AbstractContextManager[None]:
         """Leave the memory that is freed and allocated meanwhile out of every model's `nonmodel_bytes`."""
 
+    def release_freed(self) -> None:
+        """Return freed memory to the device, so that a block of another size has room; call it between passes."""
+
     def host(self, size_bytes: int) -> torch.Tensor:
         """Allocate host memory of the same kind, pinned where that exists."""
 

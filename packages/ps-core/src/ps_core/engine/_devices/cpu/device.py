@@ -95,6 +95,9 @@ class CpuDevice:
         """Do nothing: other models' tensors are counted one by one."""
         return nullcontext()
 
+    def release_freed(self) -> None:
+        """Do nothing: the system has it."""
+
     def host(self, size_bytes: int) -> torch.Tensor:
         """Allocate host memory."""
         if self._kept is not None and size_bytes > 0 and not self.shares_memory:

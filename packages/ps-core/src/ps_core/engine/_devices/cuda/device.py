@@ -158,6 +158,10 @@ class CudaDevice:
         finally:
             self._runtime.reset_peak()
 
+    def release_freed(self) -> None:
+        """Return the allocator's cached memory to the device."""
+        self._runtime.release_cached()
+
     def host(self, size_bytes: int) -> torch.Tensor:
         """Allocate host memory, pinned unless pinning was refused."""
         return self._host.allocate(size_bytes)

@@ -1,0 +1,66 @@
+"""Weights that a `torch.autograd.Function` saves itself, as fused operators do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from _runs import HOST, stand_in
+from ps_core import AdamW, Budget, Options
+from ps_core.engine import chunked, release
+
+WIDTH, LAYERS, STEPS = 32, 6, 5
+
+
+class Product(torch.autograd.Function):
+    """A product as fused operators are written: they save the weight themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+class Fused(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        product: Any = Product.apply
+        return product(x, self.weight) + self.bias
+
+
+def train(kind: type[nn.Linear], size: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    layers, losses = nn.Sequential(*(kind(WIDTH, WIDTH) for _ in range(LAYERS))), []
+    model, optimizer = chunked(
+        layers, AdamW(lr=1e-2), device=stand_in(), budget=Budget(device=size, host=HOST), precision="bf16",
+        options=Options(group_bytes=4 * WIDTH * (WIDTH + 2), poison=True),
+    )  # fmt: skip
+    for index in range(STEPS):
+        torch.manual_seed(index)
+        loss = (model(torch.randn(4, WIDTH)).float() - torch.randn(4, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    values = {name: each.clone() for name, each in model.state_dict().items()}
+    release(model)
+    return losses, values
+
+
+@pytest.mark.parametrize("size", ["1MiB", "28KiB"])
+def test_they_are_as_other_weights_and_no_aliases(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exposed(_: Any, record: Any) -> None:
+        raise AssertionError(f"{record.name} would be compared with its master in each step from now on")
+
+    expected, values = train(nn.Linear, size)
+    monkeypatch.setattr("ps_core.engine._parameters.unseen_writes.ExposedParameters.add", exposed)
+    losses, others = train(Fused, size)
+    assert losses == pytest.approx(expected, rel=0.01)
+    assert all(torch.allclose(values[name], each, atol=0.02) for name, each in others.items())
