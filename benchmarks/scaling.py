@@ -132,8 +132,8 @@ TAIL = """
   copies: `connect(replicate=...)` keeps gathers within a few nodes. `pstar plan --replicate` plans them.
 - **Batches grow without limit here**: 4096 GPUs take 16.8 million tokens a step, more than a model of this size is
   usually trained with. With fewer sequences a GPU the same bytes are hidden behind less work.
-- **One GPU alone has run the engine.** Up to four processes, on CPUs, have followed such plans: the order has not been put
-  to the test at this size.
+- **Only a single GPU has run the engine.** Up to four processes, on CPUs, have followed such plans: the order has not
+  been put to the test at this size.
 """
 
 
