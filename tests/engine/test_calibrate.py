@@ -267,8 +267,7 @@ def test_traffic_of_the_host_is_the_step_s_and_that_of_copies_beside_it(monkeypa
             super().__init__(self)
 
         def submit(self, step: Any) -> Any:
-            assert step is traffic._step.probe.work
-            return SimpleNamespace(done=lambda: not left[0], result=lambda: None)
+            return SimpleNamespace(done=lambda: not left[0], result=step)
 
     def copy() -> None:
         left[0] -= 1
@@ -276,9 +275,12 @@ def test_traffic_of_the_host_is_the_step_s_and_that_of_copies_beside_it(monkeypa
 
     monkeypatch.setattr(bandwidths, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(bandwidths, "ThreadPoolExecutor", Pool)
-    for probe in traffic._links.probes[:2]:
-        probe.work = copy
+    taken: list[None] = []
+    traffic._step.probe.work = lambda: taken.append(None)
+    for way in ("up", "down"):
+        monkeypatch.setattr(traffic._links, way, copy)
     traffic.probe.work()
+    assert len(taken) == 1
     assert traffic.rate() == (28 * 1000 + 4 * 2 * 4096) / 0.5
 
 

@@ -59,20 +59,20 @@ class HostTraffic:
         self.probe = Probe("steps beside copies", self._run, device)
 
     def _run(self) -> None:
-        block_bytes = _BLOCK_BYTES * (
-            1 if self._device.type == "cuda" else 2
-        )  # on the CPU both sides of a copy are host memory
         moved_bytes, start = 0, time.perf_counter()
         with ThreadPoolExecutor(1) as pool:  # the step lets go of the interpreter's lock
-            step = pool.submit(self._step.probe.work)
-            while not step.done():
-                self._links.up()
-                self._links.down()
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
-                moved_bytes += 2 * block_bytes
-        step.result()
-        self._rates.append((self._step.moved_bytes + moved_bytes) / (time.perf_counter() - start))
+            steps = pool.submit(self._take_steps)
+            while not steps.done():
+                moved_bytes += self._links.both_ways()
+        moved_bytes += steps.result()
+        self._rates.append(moved_bytes / (time.perf_counter() - start))
+
+    def _take_steps(self) -> int:
+        """Return the bytes read and written; beside a device's links one step ends too soon."""
+        steps = _LAUNCHES if self._device.type == "cuda" else 1
+        for _ in range(steps):
+            self._step.probe.work()
+        return steps * self._step.moved_bytes
 
     def rate(self) -> float:
         """Return the upper quartile of the bytes a second, all reads and writes together."""
@@ -123,7 +123,8 @@ class Links:
         host.zero_()
         there = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device=device)
 
-        self._host, self._there = host, there
+        self._host, self._there, self._device = host, there, device
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
         self._copies = _LAUNCHES if device.type == "cuda" else 1
 
         def small() -> None:
@@ -145,6 +146,21 @@ class Links:
         """Launch copies from the device."""
         for _ in range(times):
             self._host.copy_(self._there, non_blocking=True)
+
+    def both_ways(self) -> int:
+        """Copy in both directions, on a device at once; wait, and return the bytes of host memory read and written."""
+        if self._device.type != "cuda":
+            self.up()
+            self.down()
+            return 4 * _BLOCK_BYTES  # both sides of a copy are host memory
+        half = _BLOCK_BYTES // 2
+        for _ in range(_LAUNCHES):
+            with torch.cuda.stream(self._streams[0]):
+                self._there[:half].copy_(self._host[:half], non_blocking=True)
+            with torch.cuda.stream(self._streams[1]):
+                self._host[half:].copy_(self._there[half:], non_blocking=True)
+        torch.cuda.synchronize(self._device)
+        return _LAUNCHES * _BLOCK_BYTES
 
     def rates(self) -> tuple[float, float, float]:
         """Return the bytes a second up and down, and the latency in seconds."""
