@@ -377,9 +377,9 @@ class Arena:
         """Make the block end at an address, between passes; host memory holds the slots' bytes meanwhile."""
         if not self.exists or self._device.overcommits or self._memory.numel() == max(128, end):
             return
-        saved = [
-            (slot, self._in_host_memory(slot)) for slot in self._slots if slot.offset < max(end, self._memory.numel())
-        ]
+        moved = [slot for slot in self._slots if slot.offset < max(end, self._memory.numel())]
+        self._device.prepare_host(slot.bytes for slot in moved)
+        saved = [(slot, self._in_host_memory(slot)) for slot in moved]
         self._device.synchronize()
         for slot, _ in saved:
             slot.memory, slot.views = slot.memory.new_empty(0), {}
