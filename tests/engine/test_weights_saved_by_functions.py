@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from _runs import HOST, stand_in
+from _runs import HOST, chunked_model, stand_in
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, release
 
@@ -64,3 +64,22 @@ def test_they_are_as_other_weights_and_no_aliases(size: str, monkeypatch: pytest
     losses, others = train(Fused, size)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert all(torch.allclose(values[name], each, atol=1e-5) for name, each in others.items())
+
+
+class Labelled(Tensor):
+    """A user's class of tensors, with an attribute of a name that managed parameters have."""
+
+    _record = "of the user's"
+
+
+def test_what_else_is_saved_may_have_any_attributes() -> None:
+    found = []
+    for kind in (Tensor, Labelled):
+        torch.manual_seed(0)
+        with chunked_model(nn.Linear(WIDTH, WIDTH), precision="fp32") as (model, optimizer):
+            loss = model(torch.randn(4, WIDTH).as_subclass(kind)).square().mean()
+            loss.backward()
+            optimizer.step()
+            found += [loss.detach().as_subclass(Tensor), model.weight.detach().clone()]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])

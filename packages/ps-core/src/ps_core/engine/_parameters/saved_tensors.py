@@ -23,6 +23,7 @@ from torch.utils import checkpoint
 
 from ps_core.engine._devices.hide_from_modes import hidden_from_modes
 from ps_core.engine._memory.chunk import SlotView
+from ps_core.engine._parameters.managed_parameter import ManagedParameter
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.interrupts import defer_interrupts
 from ps_core.engine._support.not_compiled import not_compiled
@@ -146,9 +147,9 @@ class SavedTensors:
         """
         if tensor.is_meta:
             return tensor
-        if type(tensor) is not torch.Tensor:  # a `Function` of the user's may save a parameter itself
-            saved: ParamState | None = getattr(tensor, "_record", None)
-            if saved is not None and saved.bound and self._owners.get(saved.bound.storage._cdata) is saved:
+        if type(tensor) is ManagedParameter:  # a `Function` of the user's may save a parameter itself
+            saved = tensor._record
+            if saved.bound and self._owners.get(saved.bound.storage._cdata) is saved:
                 return SavedParameterRef(saved, tensor)
         if tensor.layout is not _STRIDED:
             return tensor.detach(), tensor._version
