@@ -23,6 +23,7 @@ from ps_core.engine._devices import host_pool
 from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._devices.select import resolve_device
+from ps_core.engine._memory.tier_store import Arena
 
 MIB = 1 << 20
 PAGE = host_pool._pages(1)
@@ -44,9 +45,9 @@ class SlowHost(CudaDevice):
         return replace(super().machine, host_bandwidth=1e6)
 
 
-def managed(runtime: FakeRuntime, size: str, **more: Any) -> tuple[Any, Any]:
+def managed(runtime: FakeRuntime, budget: Budget, **more: Any) -> tuple[Any, Any]:
     return chunked(
-        models.Language(tied=True), AdamW(), device=SlowHost(runtime), budget=Budget(device=size, host=HOST),
+        models.Language(tied=True), AdamW(), device=SlowHost(runtime), budget=budget,
         options=Options(group_bytes=2048), **more,
     )  # fmt: skip
 
@@ -54,7 +55,7 @@ def managed(runtime: FakeRuntime, size: str, **more: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_nothing_is_pinned_or_unpinned_between_steps(micro_batches: int) -> None:
     with FakeRuntime(4) as runtime:
-        model, optimizer = managed(runtime, "96KiB", accumulation_steps=micro_batches)
+        model, optimizer = managed(runtime, Budget(device="96KiB", host=HOST), accumulation_steps=micro_batches)
         train(model, optimizer, 4, micro_batches)
         before = runtime.hosts, runtime.unpinned
         train(model, optimizer, 12, micro_batches)
@@ -78,13 +79,52 @@ def test_large_blocks_that_every_step_takes_stay_pinned() -> None:
 
 def test_home_slots_share_a_registration_that_is_given_back_once_all_is_on_the_device() -> None:
     with FakeRuntime(4) as runtime:
-        model, optimizer = managed(runtime, "16MiB")
+        model, optimizer = managed(runtime, Budget(device="16MiB", host=HOST))
         assert len(model.table.weight._owner.groups) > 3
         assert (runtime.hosts, len(runtime.pinned)) == (1, 1)
         train(model, optimizer, 3)
         assert statistics(model).planned_passes >= 2
         assert not runtime.pinned, "every home slot is on the device by now"
         release(model)
+
+
+def test_contents_of_the_arena_pin_no_memory_while_it_gets_another_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie outside every budget: in blocks that home slots left behind, or in memory that is not pinned."""
+    monkeypatch.setattr(host_pool, "_LEAST_BYTES", 0)
+    with FakeRuntime(4) as runtime:
+        model, optimizer = managed(runtime, Budget(device="300KiB", host="100KiB"))
+        train(model, optimizer, 3)
+        assert not runtime.pinned, "the plan has all home slots on the device"
+        with torch.no_grad():
+            next_token(model, *(each.repeat(3, 1) for each in tokens(0)))  # for which some of them leave
+        store = model.table.weight._owner.store
+        sizes = [slot.bytes for each in model.table.weight._owner.groups for slot in _host_slots(each)]
+        assert sum(sizes) == store.ledger.used_bytes[1] > 0
+        assert sum(runtime.pinned.values()) == sum(map(host_pool._pages, sizes))
+        release(model)
+
+
+def _host_slots(group: Any) -> list[Any]:
+    return [chunk.home for chunk in group.chunks.values() if chunk.home.tier == 1]
+
+
+def test_contents_of_the_arena_take_blocks_that_are_kept() -> None:
+    with FakeRuntime() as runtime:
+        device = CudaDevice(runtime)
+        arena = Arena(device, 4 * PAGE, exists=True, host=False, poison=False)
+        arena.resize(2 * PAGE)
+        slots = [arena.reserve(PAGE, offset) for offset in (0, PAGE, 3 * PAGE)]
+        for value, slot in enumerate(slots):
+            slot.memory.fill_(value)
+        for kept in (False, True):
+            if kept:
+                device.prepare_host([2 * PAGE])
+            arena.resize(PAGE * (1 + 3 * kept))
+            assert runtime.hosts == kept
+            assert [slot.memory.unique().tolist() for slot in slots] == [[0], [1], [2]]
+        found = [device.kept_host(PAGE) for _ in range(3)]
+        assert [each is None for each in found] == [False, False, True]
+        arena.close()
 
 
 def test_registrations_end_at_a_limit_and_larger_blocks_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:

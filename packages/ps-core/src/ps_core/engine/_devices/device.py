@@ -177,6 +177,9 @@ class Device(Protocol):
     def host(self, size_bytes: int) -> torch.Tensor:
         """Allocate host memory of the same kind, pinned where that exists."""
 
+    def kept_host(self, size_bytes: int) -> torch.Tensor | None:
+        """Return memory that is kept for `host`; None: none has this size, and new memory would have to be pinned."""
+
     def prepare_host(self, sizes: Iterable[int]) -> None:
         """Make memory for blocks of these sizes, which `host` is asked for next."""
 

@@ -87,6 +87,11 @@ class HostPool:
         weakref.finalize(memory.untyped_storage(), self._keep, block).atexit = False
         return memory
 
+    def allocate_kept(self, size_bytes: int) -> torch.Tensor | None:
+        """Return a free block as `allocate` does; None: memory would have to be registered."""
+        with self._lock:
+            return self.allocate(size_bytes) if self._has(_pages(size_bytes)) else None
+
     def trim(self) -> None:
         """Give back the registrations that no block lies in."""
         with self._lock:
@@ -110,17 +115,21 @@ class HostPool:
         self._free.setdefault(block.bytes, deque()).append(block)
 
     def _take(self, size: int) -> _Block:
-        """Return a free block of this size: one as it is, or cut out of a larger one, or of a new registration."""
+        """Return a free block of this size, of a new registration if need be."""
+        if not self._has(size):
+            self._drop_idle()  # or memory would grow beyond what is in use at once
+            self._register([size, max(0, _LEAST_BYTES - size)])
+        return self._free[size].popleft()
+
+    def _has(self, size: int) -> bool:
+        """Return True if there is a free block of this size: one as it is, or cut now out of a larger one."""
         self._take_back()
         if not self._free.get(size):
             self._join()
             larger = min((each for each, blocks in self._free.items() if blocks and each >= size), default=0)
             if larger:
                 self._cut(self._free[larger].popleft(), size)
-            else:
-                self._drop_idle()  # or memory would grow beyond what is in use at once
-                self._register([size, max(0, _LEAST_BYTES - size)])
-        return self._free[size].popleft()
+        return bool(self._free.get(size))
 
     def _cut(self, block: _Block, size: int) -> None:
         for wait_for_copies in block.waits:

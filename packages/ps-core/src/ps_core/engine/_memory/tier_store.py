@@ -377,9 +377,9 @@ class Arena:
         """Make the block end at an address, between passes; host memory holds the slots' bytes meanwhile."""
         if not self.exists or self._device.overcommits or self._memory.numel() == max(128, end):
             return
-        moved = [slot for slot in self._slots if slot.offset < max(end, self._memory.numel())]
-        self._device.prepare_host(slot.bytes for slot in moved)
-        saved = [(slot, self._in_host_memory(slot)) for slot in moved]
+        saved = [
+            (slot, self._in_host_memory(slot)) for slot in self._slots if slot.offset < max(end, self._memory.numel())
+        ]
         self._device.synchronize()
         for slot, _ in saved:
             slot.memory, slot.views = slot.memory.new_empty(0), {}
@@ -399,9 +399,12 @@ class Arena:
     def _in_host_memory(self, slot: Slot) -> torch.Tensor:
         """Return a copy of the bytes, outside every budget; it is complete once the device is done.
 
-        Blocks of host memory that home slots left behind are kept, so this allocates hardly anything after a move.
+        Pinned memory holds it where home slots left some behind. Pinning more would take as long as many copies.
         """
-        return self._device.host(slot.bytes).copy_(slot.memory, non_blocking=True)
+        memory = self._device.kept_host(slot.bytes)
+        if memory is None:
+            memory = torch.empty(slot.bytes, dtype=torch.uint8, device="cpu")
+        return memory.copy_(slot.memory, non_blocking=True)
 
     def return_pages(self, start: int) -> None:
         """Return unused pages, from an address on, to the system; no work on them may run."""

@@ -104,6 +104,10 @@ class CpuDevice:
             return self._kept.allocate(size_bytes)
         return self._memory("host", size_bytes)
 
+    def kept_host(self, size_bytes: int) -> torch.Tensor | None:
+        """Return a block that is free; None: there is none of this size."""
+        return None if self._kept is None else self._kept.allocate_kept(size_bytes)
+
     def prepare_host(self, sizes: Iterable[int]) -> None:
         """Allocate memory for all of these blocks at once, if memory is kept."""
         if self._kept is not None and not self.shares_memory:

@@ -166,6 +166,10 @@ class CudaDevice:
         """Allocate host memory, pinned unless pinning was refused."""
         return self._host.allocate(size_bytes)
 
+    def kept_host(self, size_bytes: int) -> torch.Tensor | None:
+        """Return a registered block that is free; None: there is none of this size."""
+        return self._host.allocate_kept(size_bytes)
+
     def prepare_host(self, sizes: Iterable[int]) -> None:
         """Register and pin memory for all of these blocks at once."""
         self._host.prepare(sizes)
