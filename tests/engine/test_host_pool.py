@@ -45,9 +45,9 @@ class SlowHost(CudaDevice):
         return replace(super().machine, host_bandwidth=1e6)
 
 
-def managed(runtime: FakeRuntime, budget: Budget, **more: Any) -> tuple[Any, Any]:
+def managed(runtime: FakeRuntime, budget: Budget, model: Any = None, **more: Any) -> tuple[Any, Any]:
     return chunked(
-        models.Language(tied=True), AdamW(), device=SlowHost(runtime), budget=budget,
+        model or models.Language(tied=True), AdamW(), device=SlowHost(runtime), budget=budget,
         options=Options(group_bytes=2048), **more,
     )  # fmt: skip
 
@@ -84,6 +84,30 @@ def test_home_slots_share_a_registration_that_is_given_back_once_all_is_on_the_d
         assert (runtime.hosts, len(runtime.pinned)) == (1, 1)
         train(model, optimizer, 3)
         assert statistics(model).planned_passes >= 2
+        assert not runtime.pinned, "every home slot is on the device by now"
+        release(model)
+
+
+class WithLoss(models.Language):
+    """A model that returns its loss: fake tensors foresee its first pass."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return next_token(super().forward, tokens)
+
+
+@pytest.mark.parametrize("others_first", [False, True])
+def test_what_is_kept_for_another_plan_goes_back_once_a_pass_ran(others_first: bool) -> None:
+    """Also where the foreseen pass is never planned from, for the one that ran has more rows of fewer tokens."""
+    with FakeRuntime(4) as runtime:
+        model, optimizer = managed(runtime, Budget(device="16MiB", host=HOST), WithLoss(tied=True))
+        if others_first:
+            model(tokens(0)[0]).backward()
+            assert statistics(model).planned_passes == 1, "it was foreseen"
+            assert runtime.pinned
+            optimizer.zero_grad()
+        model(tokens(1)[0][:, :5].repeat(6, 1)).backward()
+        optimizer.step()
+        assert statistics(model).planned_passes == 1
         assert not runtime.pinned, "every home slot is on the device by now"
         release(model)
 

@@ -118,8 +118,7 @@ class PlanInForce:
         recording, batch = self.found
         self.found = None
         if self.estimated and self.plan is not None and matches_estimate(recording, self.plan.recording):
-            self.estimated, self.recorded = False, True
-            self._engine.store.device.trim_host()
+            self._end_replan()
             return
         before, done = self.plan, self._serve_both(recording, batch)
         if done is None:
@@ -131,7 +130,12 @@ class PlanInForce:
             return
         if self.recorded and self.plan is not before:
             self._engine.counters.replanned()
+        self._end_replan()
+
+    def _end_replan(self) -> None:
+        """Note that the plan is from a pass that ran: it will stay, so what the home slots left is given back."""
         self.estimated, self.recorded = False, True
+        self._engine.store.device.trim_host()
 
     def _serve_both(self, recording: PassRecording, batch: BatchShape) -> bool | None:
         """Make one plan serve such passes and those before; return False if that is not possible now, None if never."""
@@ -171,8 +175,6 @@ class PlanInForce:
             self._engine.speculation.free()  # the new plan says for how much there is room
         if not self._homes.move_to_plan(plan):
             return False
-        if not recording.foreseen:  # else the next plan may soon move the home slots again
-            self._engine.store.device.trim_host()
         self._engine.store.ledger.note_foreseen(0)
         self.plan, self.batch, self.source = plan, batch, (recording, batch)
         return True
