@@ -104,7 +104,7 @@ class Found:
     plans: list[str]
     """The plan after each pass that ran out, and the first."""
     replans: int
-    arena_bytes: list[int]
+    arena_ends: list[int]
     planned: list[int]
     """Planned passes after each step."""
     failures: int
@@ -123,7 +123,7 @@ def train(each: Together, precision: str, told: list[tuple[int, int, str]], step
         for step in range(steps):
             for _, rank, where in [row for row in told if row[0] == step]:
                 found.plans.append(scheduler.plan.fingerprint)
-                found.arena_bytes.append(device._owned.bytes)
+                found.arena_ends.append(scheduler._in_force.plan.arena_end)
                 model.wants = where if rank == each.rank else ""
                 try:
                     passed(model, step, each.rank)
@@ -134,7 +134,7 @@ def train(each: Together, precision: str, told: list[tuple[int, int, str]], step
             stepped_alike(each, (model, optimizer), (single, reference), step, precision)
             found.planned.append(statistics(model).planned_passes)
         found.plans.append(scheduler.plan.fingerprint)
-        found.arena_bytes.append(device._owned.bytes)
+        found.arena_ends.append(scheduler._in_force.plan.arena_end)
         found.replans = statistics(model).replans
         release(model)
     release(single)
@@ -149,7 +149,7 @@ def test_all_ranks_leave_more_free_after_one_ran_out(ranks: int, precision: str,
         before, after = each.plans
         assert before != after
         assert each.plans == found[0].plans
-        assert each.arena_bytes[1] < each.arena_bytes[0]
+        assert each.arena_ends[1] < each.arena_ends[0]
         assert each.replans == 1
         assert each.planned[-1] - each.planned[2] >= 3, "the passes after are planned"
     assert [each.failures for each in found] == [0] * (ranks - 1) + [1]

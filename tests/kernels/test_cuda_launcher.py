@@ -245,7 +245,9 @@ def test_the_script_runs_dry_where_there_is_no_device(tmp_path: Path) -> None:
     with ZipFile(tmp_path / "out/timelines.zip") as packed:
         assert set(packed.namelist()) == {f"timeline-{index}.{kind}" for index in (0, 1) for kind in ("json", "svg")}
     sizes = json.loads((tmp_path / "out/sizes.json").read_text("utf-8"))
-    assert all({"measured", "planned"} == each["profile"].keys() for each in sizes)
+    engines = [each for each in sizes if each["name"].startswith("engine")]
+    assert (len(engines), len(sizes)) == (2, 3)
+    assert all({"measured", "planned"} == each["profile"].keys() for each in engines)
     assert (tmp_path / "out/machine.toml").exists() is not busy
     report = (tmp_path / "out/report.md").read_text("utf-8")
     assert "DRY RUN" in report

@@ -205,7 +205,8 @@ class FakePassRecorder(TensorBytesTracker):  # type: ignore[no-untyped-call]  # 
 
     def pack(self, tensor: torch.Tensor) -> _Saved | _Handle:
         """Save a handle in place of a parameter's alias, as the engine does."""
-        index = self._owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        with torch._C.DisableTorchFunction():  # a `Function` of the user's may save a parameter itself: no touch
+            index = self._owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if index is None or tensor.dtype is not self._parameters[index].dtype:
             saved = _Saved(tensor)
             self._saved.append(weakref.ref(saved))
