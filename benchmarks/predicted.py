@@ -160,7 +160,7 @@ writes the page. To predict for your own model and computer, use [`pstar plan` a
   if the step overlapped backward too: 6.7B (`gpt-32x4096`) in 24 GiB of an H200, batch 8, checkpoints kept, takes
   1,380 ms where the bound is 1,230. Several processes follow [one plan](distributed.md#order) too; each one's cores
   step its shards.
-- **Beside an H200**, the built-in rates gave 6 % more, 10 % less and 26 % less time than three steps took
+- **How near.** An H200 ran three of such plans. The built-in rates had predicted 6 % more, 10 % less and 26 % less time
   ([measured](measured-on-a-gpu.md#measured-and-planned)). The 6.7B above took 1,823 ms.
 - **Published** figures are those of the PatrickStar papers (arXiv 2108.05818; IEEE TPDS 34(1)), read off their plots,
   at batch sizes of their choice.

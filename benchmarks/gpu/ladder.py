@@ -391,9 +391,9 @@ ROWS = (
     ("out of memory",),
     ("GPT",),
 )
-"""What runs at the same time. Times are measured, and memory runs out, where nothing else is."""
+"""Rungs that run at the same time. Those that measure time, or use all memory, run alone."""
 NEEDED = {"versions", "compiling", "links"}
-"""Where one of these fails, nothing else can run."""
+"""Rungs that all others need: if one of these fails, the others are not run."""
 
 
 def climb(dry: bool, rungs: list[str]) -> int:
@@ -413,7 +413,7 @@ def climb(dry: bool, rungs: list[str]) -> int:
         if bad:
             print(f"{'; '.join(map(', '.join, bad))} again, with launches that wait and stacks of C++", flush=True)
             more = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
-            for names, (status, said) in zip(bad, attempt(bad, dry, environment | more), strict=True):
+            for names, (status, said) in zip(bad, attempt(bad, dry, environment | more, 2), strict=True):
                 print(f"{'FAILED again' if status else 'ok this time'}: {', '.join(names)}")
                 print(indented(said[-60:]), flush=True)
         failed += [name for names in bad for name in names]
@@ -435,10 +435,12 @@ def limit_s(names: list[str], dry: bool) -> int:
     return sum(RUNGS[name][1] for name in names) * (20 if dry else 1)
 
 
-def attempt(row: list[list[str]], dry: bool, environment: dict[str, str]) -> list[tuple[int, list[str]]]:
-    """Run rungs at the same time; return the status of each process, and what it said."""
+def attempt(
+    row: list[list[str]], dry: bool, environment: dict[str, str], patience: int = 1
+) -> list[tuple[int, list[str]]]:
+    """Run rungs at the same time, each for at most ``patience`` times its limit; return statuses and outputs."""
     ended: list[tuple[int, list[str]]] = []
-    for process in [RungProcess(__file__, names, limit_s(names, dry), environment) for names in row]:
+    for process in [RungProcess(__file__, names, patience * limit_s(names, dry), environment) for names in row]:
         ended.append(process.end(at_once=any(status == INTERRUPTED for status, _ in ended)))
     return ended
 

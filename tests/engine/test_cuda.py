@@ -292,7 +292,7 @@ def test_the_budget_is_kept_by_the_allocators_own_figures() -> None:
     """Arena, slots of their own, activations and gradients together: once what the model takes is known."""
     runtime, stack = FakeRuntime(6), models.stack()
     with runtime:
-        size = 128 * 1024
+        size = 96 * 1024
         device = CudaDevice(runtime)
         with chunked_model(stack, device=device, budget=Budget(device=size, host=HOST)) as (model, optimizer):
             others = runtime.allocated().now - device._owned.bytes
@@ -302,7 +302,7 @@ def test_the_budget_is_kept_by_the_allocators_own_figures() -> None:
                     runtime.reset_peak()
                 square(model, *batch).backward()
                 if index >= 2:
-                    assert size * 0.6 < runtime.allocated().peak - others <= size
+                    assert size * 0.9 < runtime.allocated().peak - others <= size
                 finish(optimizer)
             assert statistics(model).tiers["device"].peak_bytes <= size
             assert statistics(model).evictions > 0

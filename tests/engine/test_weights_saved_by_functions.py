@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from _models import SavedProduct
 from _runs import HOST, chunked_model, stand_in
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, release
@@ -15,23 +16,9 @@ from ps_core.engine import chunked, release
 WIDTH, LAYERS, STEPS = 32, 6, 5
 
 
-class Product(torch.autograd.Function):
-    """A product as fused operators are written: they save the weight themselves."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.t() @ x
-
-
 class Fused(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        product: Any = Product.apply
+        product: Any = SavedProduct.apply
         return product(x, self.weight) + self.bias
 
 

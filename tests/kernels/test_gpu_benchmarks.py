@@ -103,20 +103,20 @@ def test_the_ladder_looks_closer_at_what_fails_and_goes_on_where_that_tells_more
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str
 ) -> None:
     ladder = script("ladder")
-    began: list[tuple[list[str], str]] = []
+    began: list[tuple[list[str], str, int]] = []
 
-    def attempt(row: list[list[str]], dry: bool, environment: Any) -> list[tuple[int, list[str]]]:
-        began.append(([name for (name,) in row], environment.get("CUDA_LAUNCH_BLOCKING", "")))
+    def attempt(row: list[list[str]], dry: bool, environment: Any, patience: int = 1) -> list[tuple[int, list[str]]]:
+        began.append(([name for (name,) in row], environment.get("CUDA_LAUNCH_BLOCKING", ""), patience))
         return [(int(name == failing), [f"said by {name}"]) for (name,) in row]
 
     monkeypatch.setattr(ladder, "attempt", attempt)
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     assert ladder.climb(False, list(ladder.RUNGS)) == 1
-    rows = [(list(row), "") for row in ladder.ROWS]
-    assert sorted(name for row, _ in rows for name in row) == sorted(ladder.RUNGS)
-    at = next(index for index, (row, _) in enumerate(rows) if failing in row) + 1
+    rows = [(list(row), "", 1) for row in ladder.ROWS]
+    assert sorted(name for row, *_ in rows for name in row) == sorted(ladder.RUNGS)
+    at = next(index for index, (row, *_) in enumerate(rows) if failing in row) + 1
     rest = [] if failing in ladder.NEEDED else rows[at:]
-    assert began == [*rows[:at], ([failing], "1"), *rest]
+    assert began == [*rows[:at], ([failing], "1", 2), *rest]
     said = capsys.readouterr().out
     assert "ok versions" in said
     assert said.index(f"FAILED {failing}") < said.index(f"{failing} again, with launches that wait")

@@ -18,9 +18,14 @@ _PARAMETERS = 2**24
 """Parameters of the measured step on a CPU, far more than caches hold; a device has eight times as many."""
 _BLOCK_BYTES = 2**26
 _LAUNCHES = 8
-"""On a device, so often in a row: launching once and waiting takes a fifth as long as the work."""
+"""Launches in a row on a device: a single launch and the wait for it took two fifths as long as a step's work."""
 _SMALL_BYTES, _SMALL_COPIES = 4096, 50
 _DISK_BYTES = 2**28
+
+
+def _launches(device: torch.device) -> int:
+    """Return how often a sample repeats its work."""
+    return _LAUNCHES if device.type == "cuda" else 1
 
 
 class StepRate:
@@ -30,7 +35,7 @@ class StepRate:
         self._numel = _PARAMETERS * (8 if device.type == "cuda" else 1)
         p, m, v = (torch.rand(self._numel, dtype=torch.float32, device=device) for _ in range(3))
         grad = torch.rand(self._numel, dtype=torch.float32, device=device).bfloat16()
-        self._steps = _LAUNCHES if device.type == "cuda" else 1
+        self._steps = _launches(device)
 
         def run() -> None:
             for _ in range(self._steps):
@@ -68,8 +73,8 @@ class HostTraffic:
         self._rates.append(moved_bytes / (time.perf_counter() - start))
 
     def _take_steps(self) -> int:
-        """Return the bytes read and written; beside a device's links one step ends too soon."""
-        steps = _LAUNCHES if self._device.type == "cuda" else 1
+        """Take as many steps as copies need to reach their rate; return the bytes read and written."""
+        steps = _launches(self._device)
         for _ in range(steps):
             self._step.probe.work()
         return steps * self._step.moved_bytes
@@ -99,7 +104,7 @@ class CopyRate:
     def __init__(self, device: torch.device) -> None:
         source = torch.rand(_BLOCK_BYTES // 4, dtype=torch.float32, device=device)
         target = torch.empty_like(source)
-        self._copies = _LAUNCHES if device.type == "cuda" else 1
+        self._copies = _launches(device)
 
         def run() -> None:
             for _ in range(self._copies):
@@ -125,7 +130,7 @@ class Links:
 
         self._host, self._there, self._device = host, there, device
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
-        self._copies = _LAUNCHES if device.type == "cuda" else 1
+        self._copies = _launches(device)
 
         def small() -> None:
             for _ in range(_SMALL_COPIES):

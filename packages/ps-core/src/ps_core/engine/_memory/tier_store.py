@@ -386,7 +386,7 @@ class Arena:
         self._views.clear()  # they refer to the old block
         with self._device.changing_memory():
             self._memory = self._memory.new_empty(0)
-            self._device.release_freed()  # or the allocator would keep it beside the new block
+            self._device.release_freed()  # else PyTorch's allocator keeps the old block, and takes more for the new one
             try:
                 self._memory = self._block(end)
             except torch.OutOfMemoryError:  # each slot then has separate memory, as without a plan
