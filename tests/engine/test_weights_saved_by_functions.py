@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,6 +52,40 @@ def test_they_are_as_other_weights_and_no_aliases(size: str, monkeypatch: pytest
     losses, others = train(Fused, size)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert all(torch.allclose(values[name], each, atol=1e-5) for name, each in others.items())
+
+
+def through_a_part(model: Any, x: Tensor) -> Tensor:
+    return model[0](x)  # type: ignore[no-any-return]
+
+
+def through_the_function(model: Any, x: Tensor) -> Tensor:
+    product: Any = SavedProduct.apply
+    return product(x, model[0].weight)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("use", [through_a_part, through_the_function])
+@pytest.mark.parametrize("device", [None, "cpu", "emulated"])
+@pytest.mark.parametrize("change", ["step", "load"])
+def test_a_weight_saved_before_it_changes_raises_in_backward(
+    use: Callable[[Any, Tensor], Tensor], device: str | None, change: str
+) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Fused(WIDTH, WIDTH) for _ in range(LAYERS)))
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    if device is not None:
+        budget = Budget(device="1MiB" if device == "emulated" else None, host=HOST)
+        model, optimizer = chunked(model, AdamW(), device=device, budget=budget, precision="fp32")
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    saved = use(model, x).sum()
+    if change == "step":
+        model(x.detach()).sum().backward()
+        optimizer.step()
+    else:
+        model.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+    if device is not None:
+        release(model)
 
 
 class Labelled(Tensor):

@@ -181,7 +181,7 @@ def note_done(group: ParamGroup, slots: Mapping[Kind, Slot], work: StepWork) -> 
     for record, scalars in work.stepped.items():
         record.mark_stepped(scalars)
     for record in work.overtaken:
-        record.update_count += 1
+        record.mark_updated()
     for record in work.rebuilt:
         record.mark_rebuilt()
     for kind, slot in slots.items():  # what was written is the newest of its kind; sums are used up

@@ -212,8 +212,17 @@ class ParamState:
     def mark_replaced(self) -> None:
         """Note that another weight was written: references that autograd saved earlier are stale."""
         self.mark_rebuilt()
-        self.update_count += 1
+        self.mark_updated()
         self.group.forget_moment()
+
+    def mark_updated(self) -> None:
+        """Note that the weight is another one: what saved the earlier one for backward raises, as in PyTorch.
+
+        The parameter's version tells those `torch.autograd.Function` that saved it where no hook of the engine was on.
+        """
+        self.update_count += 1
+        self.counted_version += 1
+        torch.autograd.graph.increment_version(self.parameter)
 
     def mark_discarded(self) -> None:
         """Forget the gradient; if it was in the weight slot, the weight must be rebuilt next."""
@@ -235,7 +244,7 @@ class ParamState:
         self.overwrite_pending = self.assigned = self.dropped = False
         self.factor = 1.0
         self.steps, self.scalars = self.steps + 1, scalars
-        self.update_count += 1
+        self.mark_updated()
 
     def _illegal(self, event: ParamEvent) -> IllegalTransition:
         return IllegalTransition(
