@@ -172,9 +172,22 @@ def spoil_number(state: dict[str, Any]) -> None:
     state["param_groups"][0]["lr"] = math.nan
 
 
+def spoil_keys(state: dict[str, Any]) -> None:
+    state["state"] = {f"{index}.weight": entry for index, entry in state["state"].items()}
+
+
+def spoil_entry(state: dict[str, Any]) -> None:
+    state["state"][2] = 3
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
+        (lambda state: state.pop("state"), "this is no optimizer's state dict, which has 'state', a dict, and 'param_"),
+        (lambda state: state.pop("param_groups"), "pass what optimizer.state_dict.. returned"),
+        (lambda state: state["param_groups"][0].pop("params"), "this is no optimizer's state dict"),
+        (spoil_keys, "the state dict has a state '0.weight', which is in no param group: it would be lost"),
+        (spoil_entry, "the state dict's state 2 is of type int, not a dict"),
         (spoil_group, r"groups of \[3\] parameters, the optimizer has groups of \[4\]"),
         (spoil_count, r"groups of \[4, 4\] parameters"),
         (spoil_shape, r"exp_avg of '1.weight' must be a tensor of shape \(5, 33\), found \(3,\)"),
@@ -245,6 +258,12 @@ def test_what_was_half_loaded_is_not_trained(tmp_path: Path, how: str) -> None:
     else:
         load(sound)
     train(managed, optimizer, 4, 5)
+
+
+@pytest.mark.parametrize("given", [None, 3, {}, [("state", {}), ("param_groups", [])], "state"])
+def test_what_is_no_state_dict_is_refused_by_name(given: Any) -> None:
+    with pytest.raises(InvalidInput, match="this is no optimizer's state dict"):
+        FakeEngine(model()).optimizer(ADAMW).load_state_dict(given)
 
 
 def test_a_load_that_is_refused_keeps_the_loss_scale() -> None:

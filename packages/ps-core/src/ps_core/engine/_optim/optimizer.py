@@ -13,7 +13,7 @@ import torch
 from ps_core._errors import InvalidInput
 from ps_core._extents import Kind
 from ps_core.engine._gradients.loss_scale import LossScale, Scaler
-from ps_core.engine._optim.optimizer_state_dict import LOSS_SCALE, match_groups, pack, unpack
+from ps_core.engine._optim.optimizer_state_dict import LOSS_SCALE, check_form, match_groups, pack, unpack
 from ps_core.engine._optim.rules import OptimizerRule, Spec
 from ps_core.engine._optim.settings import OptimizerBackend, Outcome, StatePlace, StepSettings
 from ps_core.engine._optim.state_format import StateEntry, StateFormat, on_cpu
@@ -311,10 +311,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         Everything is checked before anything is changed. Parameters change where the state holds their masters. They do
         not if other weights were loaded since the last step; see [Note: which is loaded first].
         """
-        given = state_dict.copy()
+        given = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, given)
             given = given if changed is None else changed
+        check_form(given)
         groups = self._match_groups(given["param_groups"])
         entries = unpack(given, self._records(), self._format)
         scale = given.get(LOSS_SCALE) or given["param_groups"][0].get(LOSS_SCALE)

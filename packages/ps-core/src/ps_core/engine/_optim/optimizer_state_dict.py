@@ -45,7 +45,13 @@ def unpack(
     given: Mapping[str, Any], records: Iterable[ParamState], state_format: StateFormat
 ) -> dict[ParamState, StateEntry]:
     """Return the checked entry of each parameter; ``given`` has groups as large as the optimizer's."""
-    keys = (key for group in given["param_groups"] for key in group["params"])
+    keys = [key for group in given["param_groups"] for key in group["params"]]
+    known = set(keys)
+    for key, entry in given["state"].items():
+        if key not in known:
+            raise InvalidInput(f"the state dict has a state {key!r}, which is in no param group: it would be lost")
+        if not isinstance(entry, Mapping):
+            raise InvalidInput(f"the state dict's state {key!r} is of type {type(entry).__name__}, not a dict")
     apart = given.get(MASTERS, {})  # an earlier format's
     return {
         record: state_format.check(
@@ -53,6 +59,21 @@ def unpack(
         )
         for record, key in zip(records, keys, strict=True)
     }
+
+
+def check_form(given: Any) -> None:
+    """Raise `InvalidInput` unless this is an optimizer's state dict."""
+    parts = (given.get("state"), given.get("param_groups")) if isinstance(given, Mapping) else (None, None)
+    state, groups = parts
+    if not (isinstance(state, Mapping) and isinstance(groups, Sequence) and all(map(_is_group, groups))):
+        raise InvalidInput(
+            "this is no optimizer's state dict, which has 'state', a dict, and 'param_groups', a list of dicts with "
+            "'params': pass what optimizer.state_dict() returned"
+        )
+
+
+def _is_group(group: object) -> bool:
+    return isinstance(group, Mapping) and isinstance(group.get("params"), Sequence)
 
 
 def match_groups(rule: OptimizerRule, groups: Groups, sizes: list[int], saved: Groups) -> list[dict[str, Any]]:
