@@ -18,6 +18,7 @@ from _played_cards import launch_on_stream
 from _threads import Together, run
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, release, statistics
+from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._sharding.collective_waits import CollectiveWaits
 
 WIDTH, LAYERS, STEPS = 40, 6, 4
@@ -78,3 +79,38 @@ def test_a_wait_that_is_left_out_is_found(left_out: str, wanted: str, monkeypatc
     monkeypatch.setattr(CollectiveWaits, left_out, lambda *_: None)
     for _, unordered in run(2, train, "bf16", 1, 44, False, True)[0]:
         assert wanted in unordered
+
+
+class Loss(nn.Sequential):
+    """Layers that return their loss: fake tensors foresee the first pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().sum()
+
+
+def train_where_all_fits(each: Together, foreseen: bool) -> list[int]:
+    """Return the bytes that are pinned after each step."""
+    launch_on_stream(each)
+    model = (Loss if foreseen else nn.Sequential)(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.01)
+    pinned = []
+    with FakeRuntime(each.rank + 1) as runtime:
+        managed, optimizer = chunked(
+            model, AdamW(), device=CudaDevice(runtime), budget=Budget(device=2**24, host=2**24), collectives=each
+        )
+        assert optimizer is not None
+        for _ in range(STEPS):
+            managed(torch.ones(3, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            pinned.append(sum(runtime.pinned.values()))
+        assert statistics(managed).planned_passes == STEPS - (not foreseen)
+        release(managed)
+    return pinned
+
+
+@pytest.mark.parametrize("foreseen", [False, True])
+def test_host_memory_that_home_slots_left_is_given_back_once_a_pass_was_planned(foreseen: bool) -> None:
+    for pinned in run(2, train_where_all_fits, foreseen)[0]:
+        assert not any(pinned[1:]), pinned

@@ -102,7 +102,7 @@ class RanksPlan(PlanInForce):
         if plans:
             self.replan()
         elif self.estimated:
-            self.recorded = True
+            self._end_replan()
         self.estimated, self._mine = False, None
 
     def replan(self) -> None:
@@ -112,7 +112,7 @@ class RanksPlan(PlanInForce):
         self._plans_made += 1
         self._steps_until_plan = 2 ** max(0, self._plans_made - _PLANS_AT_ONCE + 1)
         self._plan_from(self._exchange_passes(mine, "the recorded pass"))
-        self.recorded = True
+        self._end_replan()
 
     def _exchange_passes(self, mine: list[Recorded], what: str) -> list[str]:
         """Tell the other ranks what this one recorded or estimated; return what each one tells."""
