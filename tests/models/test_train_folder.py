@@ -215,6 +215,11 @@ def test_any_remedy_is_put_in_options() -> None:
         "--checkpointing: only one block's activations are there at a time",
         "--disk 1MiB: room for what the computer's memory cannot hold",
     ]
+    error.remedies = ("half the batch or sequence: 5 less",)
+    chunks = "--chunked-loss: not all logits are there at a time"
+    assert hint_for(error, TrainOptions(hf="folder", batch=4)).split("; try ")[1:] == [chunks, "--batch 2: 5 less"]
+    already = TrainOptions(hf="folder", batch=4, chunked_loss=True)
+    assert hint_for(error, already).split("; try ")[1:] == ["--batch 2: 5 less"]
     error.remedies = ("HostEmbedding in place of nn.Embedding for bert.embeddings.word_embeddings.weight",)
     assert "; try" not in hint_for(error, TrainOptions(model="bert-base")), "its head needs all of it"
     assert in_options("a smaller Budget(device=...) or Budget.disk_dir") == "a smaller --device-memory or --disk-dir"
