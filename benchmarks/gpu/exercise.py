@@ -29,11 +29,19 @@ def exercise(numel: int, shift: int, device: str) -> None:
         ps_kernels.sumsq_finite(grad, total, backend=backend)
         rows, spans = torch.zeros(3, 2, device=device), [(0, numel // 3), (numel // 3, numel // 3), (numel // 3, numel)]
         ps_kernels.sumsq_finite(grad, rows, spans=spans, backend=backend)
+        columns, losses = max(1, numel // 3), torch.zeros(3, device=device)
+        logits, labels = (
+            torch.rand(3 * columns + 8, device=device).to(kind),
+            torch.tensor([0, -100, columns - 1], device=device),
+        )
+        logits = logits[shift : shift + 3 * columns].view(3, columns)
+        ps_kernels.cross_entropy(logits, labels, losses, backend=backend)
         for other in KINDS:
             chunk = torch.zeros(2 * numel + 3, dtype=other, device=device)
             ps_kernels.gather([grad, grad.clone()], chunk, [0, numel + 3], backend=backend)
             ps_kernels.scatter(chunk, [1], [grad], backend=backend)
             ps_kernels.Pieces([grad], chunk, [2], backend=backend).gather()
+        assert bool((losses >= 0).all())
     assert total.tolist()[1] == 0
 
 

@@ -146,6 +146,27 @@ def norms(scale: Scale, copy: float) -> list[Row]:
     return rows
 
 
+def losses(scale: Scale) -> list[Row]:
+    """Losses and gradients of 1,024 rows of GPT-2's vocabulary; beside it, PyTorch's forward and backward in fp32."""
+    rows, columns = (1024, 50304) if scale.device == "cuda" else (4, 512)
+    logits = drawn(scale, rows * columns, torch.bfloat16).view(rows, columns)
+    labels, found = torch.arange(rows, device=scale.device), torch.empty(rows, device=scale.device)
+
+    def ours() -> None:
+        ps_kernels.cross_entropy(logits, labels, found, backend=scale.ours)
+
+    def theirs() -> None:
+        single = logits.float().requires_grad_()
+        torch.nn.functional.cross_entropy(single, labels, reduction="sum").backward()
+        assert single.grad is not None
+        single.grad.bfloat16()
+
+    taken = alternated(scale, ours, theirs)
+    names = ("cross entropy and its gradient, bf16", "torch's cross entropy and backward, in fp32 of bf16")
+    yardstick = 2 * logits.nbytes / taken[0]
+    return [row(name, each, 2 * logits.nbytes, yardstick) for name, each in zip(names, taken, strict=True)]
+
+
 def chunks(scale: Scale, copy: float) -> list[Row]:
     """A thousand tensors of about half a megabyte, as a loop of copies and as one launch."""
     lengths = [scale.tensor + 8 * (index % 97) for index in range(1000)]
@@ -227,7 +248,8 @@ def measured(scale: Scale, keep: Callable[[list[Row]], None]) -> list[Row]:
         partial(tunings, scale),
         partial(links, scale),
     ]
-    parts += [lambda: optimizers(scale, copy), lambda: norms(scale, copy), lambda: chunks(scale, copy)]
+    parts += [lambda: optimizers(scale, copy), lambda: norms(scale, copy), lambda: losses(scale)]
+    parts.append(lambda: chunks(scale, copy))
     for part in parts:
         try:
             if scale.device == "cuda":

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ps_kernels
+from ps_models._loss import head_loss
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,6 +81,49 @@ def test_sums_of_squares_are_the_same_each_time(numel: int, kind: torch.dtype, s
         there[numel // 2] = float("inf")
         ps_kernels.sumsq_finite(there, total)
         assert total[1] == 1
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [1, 65, 50257, 50304])
+def test_losses(columns: int, kind: torch.dtype, shift: int) -> None:
+    """More rows than run at a time; a label that does not count, and one that is no column."""
+    rows = 3000 if columns < 100 else 300
+    here = torch.randn(rows * columns, generator=torch.Generator().manual_seed(columns)).to(kind)
+    (there,) = on_device([here], shift)
+    labels = torch.arange(rows) % columns
+    labels[5] = -100
+    found = []
+    for logits, backend in ((here, None), (there, "cuda")):
+        mine, losses = labels.to(logits.device), torch.full((rows,), 7.0, device=logits.device)
+        before = logits.clone()
+        ps_kernels.cross_entropy(logits.view(rows, columns), mine, losses, gradient=False, backend=backend)
+        assert same(before, logits)
+        ps_kernels.cross_entropy(logits.view(rows, columns), mine, losses, factor=0.5, backend=backend)
+        found.append(losses)
+    assert same(*found)
+    assert same(here, there)
+    labels[3] = columns
+    ps_kernels.cross_entropy(there.view(rows, columns), labels.cuda(), found[1], gradient=False)
+    assert found[1].isnan().nonzero().tolist() == [[3]]
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_the_chunked_loss_keeps_no_logits_in_fp32(dtype: torch.dtype) -> None:
+    rows, words = 512, 50304
+    x = torch.randn(2 * rows, 64, dtype=dtype, device="cuda", requires_grad=True)
+    table = (torch.randn(words, 64, device="cuda") / 8).to(dtype).requires_grad_()
+    labels = torch.randint(words, (2 * rows,), device="cuda")
+    whole, _ = head_loss(x, table, labels, rows=None)
+    wanted = torch.autograd.grad(whole, (x, table))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss, _ = head_loss(x, table, labels, rows=rows)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken < 1.3 * (rows * words * dtype.itemsize + table.numel() * (4 + dtype.itemsize))
+    torch.testing.assert_close(loss, whole, rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(torch.autograd.grad(loss, (x, table)), wanted, strict=True):
+        assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)

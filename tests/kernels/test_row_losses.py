@@ -196,7 +196,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"losses": np.zeros(2, np.float32)}, "losses: expected a torch array on cpu like logits"),
     ({"factor": -1.0}, "factor: expected a number in [0, inf), found -1.0"),
     ({"logits": torch.ones(2, 3, device="meta"), "labels": torch.zeros(2, dtype=torch.int64, device="meta"),
-      "losses": torch.zeros(2, device="meta")}, "logits: expected on the CPU, found on meta"),
+      "losses": torch.zeros(2, device="meta")}, "logits: expected on the CPU or a CUDA device, found on meta"),
 ]  # fmt: skip
 
 

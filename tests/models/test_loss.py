@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ps_kernels
 from ps_core import InvalidInput
@@ -21,9 +23,9 @@ TOKENS, HIDDEN, VOCABULARY = 50, 16, 211
 
 def use(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     """The kernel, or what is done without one."""
-    if compiled and not _loss._compiled():
+    if compiled and not _loss._has_kernel("cpu"):
         pytest.skip("no compiled kernels here")
-    monkeypatch.setattr(_loss, "_compiled", lambda: compiled)
+    monkeypatch.setattr(_loss, "_has_kernel", lambda _: compiled)
 
 
 @pytest.fixture(params=[False, True], ids=["torch", "kernel"])
@@ -47,6 +49,35 @@ def gradients(rows: int | None, dtype: torch.dtype, scale: float = 1.0) -> list[
     loss, _ = head_loss(x, table, labels, bias_v=bias, rows=rows)
     (loss * scale).backward()
     return [loss.detach(), x.grad, table.grad, bias.grad]
+
+
+class Made(TorchDispatchMode):
+    """Keep the types of all tensors that are as large as a chunk's logits."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.dtypes = numel, set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.dtypes |= {
+            each.dtype for each in tree_leaves(made) if isinstance(each, Tensor) and each.numel() == self.numel
+        }
+        return made
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fake_tensors_of_a_gpu_take_what_its_kernel_takes(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most operators on fake tensors of a GPU need one, so those of a CPU stand in."""
+    monkeypatch.setattr(_loss, "_has_kernel", lambda _: compiled)
+    with FakeTensorMode(), Made(TOKENS * VOCABULARY) as made:
+        x, table, labels = (torch.empty(size, device="cuda") for size in (TOKENS, VOCABULARY, TOKENS))
+        assert _loss._by_kernel(x, table, labels) is compiled
+        monkeypatch.setattr(_loss, "_by_kernel", lambda *_: compiled)
+        x = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        table = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        head_loss(x, table, torch.zeros(TOKENS, dtype=torch.int64), rows=TOKENS)[0].backward()
+    assert made.dtypes == ({torch.bfloat16} if compiled else {torch.bfloat16, torch.float32})
 
 
 @pytest.mark.usefixtures("way")

@@ -36,6 +36,15 @@ class Backend(Protocol):
     def accumulate(self, accumulator: Array, grad: Array, scale: float) -> None:
         """Add the scaled gradient."""
 
+    def cross_entropy(
+        self, logits: Array, labels: Array, losses: Array, *, ignored: int, factor: float, gradient: bool
+    ) -> int:
+        """Write each row's loss, and its gradient in place of its logits.
+
+        Return -1; or the first row with a wrong label, with nothing written. On a CUDA device a wrong label's loss
+        and gradient are nans.
+        """
+
     def copy_all(self, batch: Batch, *, scatter: bool) -> None:
         """Copy the tensors into the chunk, or with ``scatter`` out of it; cast where types differ."""
 
@@ -51,14 +60,6 @@ class CpuBackend(Protocol):
 
     def sum_in_order(self, parts: Sequence[Array], out: Array) -> None:
         """Write the sum of the parts, added in their order in single precision and rounded once."""
-
-    def cross_entropy(
-        self, logits: Array, labels: Array, losses: Array, *, ignored: int, factor: float, gradient: bool
-    ) -> int:
-        """Write each row's loss, and its gradient in place of its logits.
-
-        Return -1; or the first row with a wrong label, with nothing written.
-        """
 
 
 def backends() -> dict[str, str]:

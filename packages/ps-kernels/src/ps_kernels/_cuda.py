@@ -22,7 +22,7 @@ from ps_kernels._compile import cache_folder
 from ps_kernels._cuda_launch import CupyLauncher
 from ps_kernels._cuda_source import Tuning
 
-_NORM_THREADS, _COPY_THREADS = 512, 256
+_NORM_THREADS, _COPY_THREADS, _LOSS_THREADS = 512, 256, 512
 _TILE = 1 << 14
 """Bytes, or elements to be cast, that a thread block copies at a time; as in copy.cu."""
 _THREADS_A_MULTIPROCESSOR = 8 * 2048
@@ -87,6 +87,21 @@ class CudaBackend:
             head, groups = split(numel, (accumulator, grad))
             arguments = (accumulator.data_ptr(), grad.data_ptr(), numel, head, groups, float(scale))
             self._launch_step(f"accumulate_{_name(grad)}", arguments, numel, groups, grad)
+
+    def cross_entropy(
+        self, logits: Tensor, labels: Tensor, losses: Tensor, *, ignored: int, factor: float, gradient: bool
+    ) -> int:
+        """Write each row's loss, and its gradient in place of its logits; of a wrong label both are a nan.
+
+        Return -1: the host waits for nothing.
+        """
+        rows, columns = logits.shape
+        if rows:
+            wide = columns % 2 == 0 and logits.data_ptr() % (2 * logits.element_size()) == 0
+            addresses = (logits.data_ptr(), labels.data_ptr(), losses.data_ptr())
+            arguments = (*addresses, rows, columns, int(wide), ignored, int(gradient), float(factor))
+            self._launch(("loss", f"cross_entropy_{_name(logits)}"), (rows, _LOSS_THREADS), arguments, logits)
+        return -1
 
     def copy_all(self, batch: Batch, *, scatter: bool) -> None:
         """Copy the tensors into the chunk, or with ``scatter`` out of it, in one launch; the host waits for nothing."""

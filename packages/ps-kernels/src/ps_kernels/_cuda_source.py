@@ -14,6 +14,7 @@ KERNELS = {
     ),
     "norm": (*(f"norm{spans}_{kind}" for spans in ("", "_spans") for kind in _FLOATS), "norm_total"),
     "copy": ("copy_pieces",),
+    "loss": tuple(f"cross_entropy_{kind}" for kind in _FLOATS),
 }
 """Every kernel by its module. Each module is compiled by itself: a run compiles only what it uses."""
 OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ps_kernels._arithmetic_order import to_single
 from ps_kernels._arrays import (
     FLOATS,
@@ -19,7 +17,7 @@ from ps_kernels._arrays import (
     refuse_flag,
     view,
 )
-from ps_kernels._backends import CpuBackend, choose, named
+from ps_kernels._backends import choose, named
 from ps_kernels._errors import InvalidArgument
 
 
@@ -36,12 +34,13 @@ def cross_entropy(
     """Write each row's cross entropy to ``losses`` (float32), and its gradient times ``factor`` over ``logits``.
 
     ``labels`` (int64) are the columns of the right classes. Rows labelled ``ignored`` get a loss and gradient of zero.
-    Without ``gradient`` the logits are only read. All arrays are in CPU memory.
+    Without ``gradient`` the logits are only read. On a CUDA device the host waits for nothing: what a CPU refuses, a
+    label that is no column, gets a loss and gradient of nan there.
     """
     source, right, target = view("logits", logits), view("labels", labels), view("losses", losses)
     check_together((source, right, target))
-    if source.device != "cpu":
-        raise InvalidArgument(f"logits: expected on the CPU, found on {source.device}, where there is no such kernel")
+    if source.device != "cpu" and not source.device.startswith("cuda"):
+        raise InvalidArgument(f"logits: expected on the CPU or a CUDA device, found on {source.device}")
     check_dtype([source], FLOATS)
     check_dtype([right], ("int64",))
     check_dtype([target], ("float32",))
@@ -55,10 +54,7 @@ def cross_entropy(
     if not isinstance(gradient, bool):
         refuse_flag("gradient", gradient)
     scale = to_single(check_number("factor", factor))
-    found: Any = choose(
-        source.name, source.library, source.device, None if backend is None else named(backend)
-    )  # every backend of the CPU is one
-    chosen: CpuBackend = found
+    chosen = choose(source.name, source.library, source.device, None if backend is None else named(backend))
     wrong = chosen.cross_entropy(
         source.array, right.array, target.array, ignored=ignored, factor=scale, gradient=gradient
     )

@@ -6,9 +6,9 @@ computed at once. So nothing is computed twice, and backward only multiplies by 
 chunks is in fp32 and rounded once, as a single product over all tokens would be. The mean is taken in backward: the
 gradient of a single token has magnitudes that 16-bit types hold.
 
-On the CPU, with compiled kernels, ``ps_kernels.cross_entropy`` overwrites the logits with their gradient, in their own
-type. Elsewhere they are first converted to fp32. Fake tensors are treated as on an accelerator, since most fake passes
-foresee one. So are tensors of a compiler, which cannot look into kernels.
+With compiled kernels, ``ps_kernels.cross_entropy`` overwrites the logits with their gradient, in their own type.
+Elsewhere they are first converted to fp32. So are fake tensors of the CPU, since most fake passes foresee an emulated
+accelerator, and tensors of a compiler, which cannot look into kernels.
 
 The price is memory: the head's gradient exists from forward on. With several chunks and a 16-bit head, its fp32 sum
 exists beside it until the last chunk.
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.nn import functional
 
@@ -95,21 +96,22 @@ def add_balance(loss: Tensor, balance: Tensor | None, config: DecoderConfig) -> 
 
 
 @cache
-def _compiled() -> bool:
-    """Return True if there are compiled kernels for the CPU."""
-    others = ("cuda", "torch", "numpy")
-    return any(state == "available" for name, state in ps_kernels.backends().items() if name not in others)
+def _has_kernel(device_type: str) -> bool:
+    """Return True if there is a compiled kernel for tensors on a type of device."""
+    found = [name for name, state in ps_kernels.backends().items() if state == "available"]
+    return {"cuda": "cuda" in found, "cpu": not {"cuda", "torch", "numpy"}.issuperset(found)}.get(device_type, False)
 
 
 def _by_kernel(x_nh: Tensor, table_vh: Tensor, labels_n: Tensor) -> bool:
-    """Return True if the compiled kernel computes the loss; see [Note: the chunked loss]."""
-    plain = type(x_nh) is Tensor and type(labels_n) is Tensor
+    """Return True if a compiled kernel computes the loss; see [Note: the chunked loss]."""
+    kind = x_nh.device.type
+    classes = (Tensor, FakeTensor) if kind == "cuda" else (Tensor,)
     return (
-        plain
-        and x_nh.device.type == "cpu"
+        type(x_nh) in classes
+        and type(labels_n) in classes
         and table_vh.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and not torch.compiler.is_compiling()
-        and _compiled()
+        and _has_kernel(kind)
     )
 
 
@@ -214,7 +216,8 @@ class _Sums:
         if self.of_bias:
             logits_rv = logits_rv.float()
         losses_r = torch.empty(len(labels_r), dtype=torch.float32, device=logits_rv.device)
-        ps_kernels.cross_entropy(logits_rv, labels_r, losses_r, ignored=IGNORED, gradient=self._wanted)
+        if type(logits_rv) is Tensor:
+            ps_kernels.cross_entropy(logits_rv, labels_r, losses_r, ignored=IGNORED, gradient=self._wanted)
         self.loss += losses_r.sum()
         return logits_rv if self._wanted else None
 
