@@ -160,8 +160,9 @@ writes the page. To predict for your own model and computer, use [`pstar plan` a
   if the step overlapped backward too: 6.7B (`gpt-32x4096`) in 24 GiB of an H200, batch 8, checkpoints kept, takes
   1,380 ms where the bound is 1,230. Several processes follow [one plan](distributed.md#order) too; each one's cores
   step its shards.
-- **How near.** An H200 ran three of such plans. The built-in rates had predicted 6 % more, 10 % less and 26 % less time
-  ([measured](measured-on-a-gpu.md#measured-and-planned)). The 6.7B above took 1,823 ms.
+- **How near.** An H200 ran three such plans. The built-in rates had predicted 6 % more, 10 % less and 26 % less time
+  ([measured](measured-on-a-gpu.md#measured-and-planned)). The 6.7B above took 1,823 ms. It was predicted to take 1,370
+  there: the tables here keep 0.6 GB of each GPU free (`--reserve-device`), and the engine's budget was all of 24 GiB.
 - **Published** figures are those of the PatrickStar papers (arXiv 2108.05818; IEEE TPDS 34(1)), read off their plots,
   at batch sizes of their choice.
 
@@ -175,9 +176,9 @@ MIDDLE = """
 
 One group size and one placement of optimizer states for each model: those found for Belady's rule. Bytes are those
 one process moves in one step; *wire* is what it sends to the others. A policy that is missing finds no room in that
-placement; where only `belady` is there, memory is so tight that there is nothing to choose. A backward pass is
-nearly the forward pass mirrored, and on a mirrored sequence the least recently used group is the one needed last: that
-is why LRU often does as well. With accumulation, tied weights and unequal moments they part.
+placement; where only `belady` is there, memory is so tight that there is nothing to choose. LRU often does as well as
+Belady's rule: backward is nearly the forward pass in reverse, so the least recently used group is the one needed last.
+They differ with accumulation, tied weights and unequal moments.
 """
 
 APART = """

@@ -84,9 +84,9 @@ def _row(*cells: object) -> str:
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
-HEAD = """# Scaling on paper
+HEAD = """# Predicted scaling to many GPUs
 
-Nothing on this page was measured: every figure of ours is **predicted**, as on [the page before](predicted.md). The
+Nothing on this page was measured: every figure of ours is **predicted**, as in [the other tables](predicted.md). The
 engine has never run on a machine of this size. `python benchmarks/scaling.py > docs/scaling.md` writes the page.
 
 - **Setting.** Nodes have 8 GPUs. Each GPU has 4 sequences of 1024 tokens, so a step's batch grows with the GPUs.
@@ -98,7 +98,7 @@ engine has never run on a machine of this size. `python benchmarks/scaling.py > 
 - TFLOPS count 8 operations per parameter and token, per GPU. *Published* is PatrickStar (arXiv 2108.05818; IEEE TPDS
   34(1)), read off its plots, at a batch of its choice.
 
-`pstar plan gpt-175b --gpus 512 --nodes 64 --machine a100-40` asks for one such row.
+`pstar plan gpt-175b --gpus 512 --nodes 64 --machine a100-40` prints one such row.
 
 ## How long a collective takes
 
@@ -118,13 +118,13 @@ TAIL = """
 ## Where this is off
 
 - **The published points are slower**: 110 TFLOPS where 139 are predicted (32 GPUs), 126 where 134 are (64), so the
-  prediction is too high by 26 and by 6 per cent. They rise from 32 to 64 GPUs, which leave less to step and to move on
-  each; in the prediction all of that is hidden already. The A100's rate for matrix work in the machine file is that of
-  well-tuned code of later years, and the published system paid for moves that nothing hid, at a batch and on a network
-  that are not known here. Nothing is fitted: a machine file with the rates a cluster reaches (`pstar doctor
-  --calibrate` on one of its nodes) says more than this page.
-- **Sums in rank order** cost several nodes 5 to 50 per cent of a step. They could be handed on from node to node with
-  the same bits, and then come to each once, as shards do. That is not built.
+  prediction is too high by 26 and by 6 per cent. The published rate rises from 32 to 64 GPUs, because each then has
+  less to step and to move; in the prediction steps and moves already overlap with computation. The machine file's
+  rate for matrix work on an A100 is that of well-tuned later code. The published batch and network are not known
+  here. Nothing is fitted: a machine file with the rates of a cluster (`pstar doctor --calibrate` on one of its nodes)
+  says more than this page.
+- **Sums in rank order** cost several nodes 5 to 50 per cent of a step. A chain from node to node would give the same
+  bits with less traffic. That is not built.
 - **What large clusters lose most to** is not in the model: stragglers, congestion, and adapters that are shared with
   storage.
 - **In the thousands** a ring's hops are up to half of a collective's time, and the prediction depends on two latencies
@@ -132,8 +132,8 @@ TAIL = """
   copies: `connect(replicate=...)` keeps gathers within a few nodes. `pstar plan --replicate` plans them.
 - **Batches grow without limit here**: 4096 GPUs take 16.8 million tokens a step, more than a model of this size is
   usually trained with. With fewer sequences a GPU the same bytes are hidden behind less work.
-- **Only a single GPU has run the engine.** Up to four processes, on CPUs, have followed such plans: the order has not
-  been put to the test at this size.
+- **Only a single GPU has run the engine.** Up to four processes, on CPUs, have followed such plans. Nothing of this
+  size has run.
 """
 
 
