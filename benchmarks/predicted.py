@@ -93,32 +93,32 @@ def scale_row(server: Server, gpus: int, batch: int, patrickstar: str, deepspeed
 def speed_rows(
     server: Server, gpus: int, nodes: int, model: str, batch: int, published: Sequence[str]
 ) -> Iterator[str]:
-    """One model under every policy, at the placement found for the first."""
+    """One model under every policy, at the placement found for the first; equal policies share a row."""
     training = server.training(gpus, batch, nodes)
     try:
         found = forecast(shape(model), training)
     except DoesNotFit:
         yield _row(server.label, gpus, f"`{model}`", batch, "does not fit", *[""] * 6, *published)
         return
+    policies: dict[tuple[str, ...], list[Policy]] = {}
     for policy in Policy:
         told = _under(found, policy)
         if told is None:
             continue
         moved = told.planned.prediction.moved_bytes
-        yield _row(
-            server.label,
-            gpus,
-            f"`{model}`",
-            batch,
-            policy.value,
+        figures = (
             format_bytes(moved["host->device"]),
             format_bytes(moved["device->host"]),
             format_bytes(moved["wire"]),
             f"{told.step_time_s:.1f}",
             f"{told.prediction.bound_step_time_s:.1f}",
             f"{told.tflops_per_gpu:.1f}",
-            *(published if policy is Policy.BELADY else ("", "")),
         )
+        policies.setdefault(figures, []).append(policy)
+    for figures, same in policies.items():
+        named = ", ".join(policy.value for policy in same)
+        beside = published if Policy.BELADY in same else ("", "")
+        yield _row(server.label, gpus, f"`{model}`", batch, named, *figures, *beside)
 
 
 def _under(found: Forecast, policy: Policy) -> Forecast | None:
@@ -150,7 +150,8 @@ HEAD = """# Predicted scale and speed
 
 Nothing on this page was measured here: every figure of ours is **predicted**. A step was planned, the plan verified,
 and simulated on a [machine file](command.md#machine-files). `python benchmarks/predicted.py > docs/predicted.md`
-writes the page. To predict for your own model and computer, use [`pstar plan` and `pstar scale`](command.md).
+writes the page. To predict for your own model and computer, use [`pstar plan` and `pstar scale`](command.md). `pstar
+plan` searches longer than this script, and may find a plan that is about 1 % faster.
 
 - **Setting.** Sequences have 1024 tokens. Batch is per GPU. Blocks are recomputed in backward. The loss is computed
   in chunks of rows. Checkpoints leave the GPU where that helps. TFLOPS count 8 operations per parameter and token,
@@ -175,8 +176,9 @@ MIDDLE = """
 ## Speed and moved bytes, by eviction policy
 
 One group size and one placement of optimizer states for each model: those found for Belady's rule. Bytes are those
-one process moves in one step; *wire* is what it sends to the others. A policy that is missing finds no room in that
-placement; where only `belady` is there, memory is so tight that there is nothing to choose. LRU often does as well as
+one process moves in one step; *wire* is what it sends to the others. Policies with the same figures share a row. A
+policy that is missing finds no room in that placement; where only `belady` is there, memory is so tight that there is
+nothing to choose. LRU often does as well as
 Belady's rule: backward is nearly the forward pass in reverse, so the least recently used group is the one needed last.
 They differ with accumulation, tied weights and unequal moments.
 """
