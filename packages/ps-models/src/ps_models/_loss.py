@@ -7,8 +7,8 @@ chunks is in fp32 and rounded once, as a single product over all tokens would be
 gradient of a single token has magnitudes that 16-bit types hold.
 
 With compiled kernels, ``ps_kernels.cross_entropy`` overwrites the logits with their gradient, in their own type.
-Elsewhere they are first converted to fp32. So are fake tensors of the CPU, since most fake passes foresee an emulated
-accelerator, and tensors of a compiler, which cannot look into kernels.
+Elsewhere they are first converted to fp32. So are tensors of a compiler, which cannot look into kernels, and fake
+tensors of the CPU: most fake passes foresee an accelerator.
 
 The price is memory: the head's gradient exists from forward on. With several chunks and a 16-bit head, its fp32 sum
 exists beside it until the last chunk.

@@ -44,6 +44,7 @@ from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, gro
 from ps_core.engine._parameters.managed_parameter import ManagedParameter, is_ordinary_for_a_block
 from ps_core.engine._parameters.meta_init.initial_values import initial_values
 from ps_core.engine._parameters.meta_init.rebuild import refuse_lazy
+from ps_core.engine._parameters.param_state import find_shared_versions
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.join_ranks import GroupJoin, SingleProcess
@@ -108,6 +109,7 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     engine, chunked_optimizer = wishes.engine(store, packing)
     try:
         copy_in_values(packing.records, joining.values(initial_values(model)), engine)
+        find_shared_versions(engine.records)
         move_unmanaged(model, where.torch_device)
         engine.management.install()
     except BaseException:

@@ -14,9 +14,16 @@
 #define PS_ROWS 64
 #define PS_GROUP (PS_ROWS * PS_LANES)
 
-/* Pairs of logits that a thread loads before it needs the first. Two thread blocks are to fit on a multiprocessor. */
+/* Pairs of logits that a thread loads before it needs the first: more where the device's memory is read, fewer where
+ * caches are, and powers or converted fp16 take registers. Two thread blocks are to fit on a multiprocessor. */
 template <typename T> struct Flight {
-    static const int COUNT = sizeof(T) == 4 ? 8 : 4;
+    static const int MEMORY = 8, CACHES = 8;
+};
+template <> struct Flight<Bf16> {
+    static const int MEMORY = 16, CACHES = 4;
+};
+template <> struct Flight<Fp16> {
+    static const int MEMORY = 8, CACHES = 4;
 };
 
 PS_FN float infinite() { return PS_FLOAT(0x7f800000u); }
@@ -25,7 +32,7 @@ PS_FN float not_a_number() { return PS_FLOAT(0x7fc00000u); }
 /* A row of logits. WIDE: it is aligned, and its length even, so that two logits are one access. CHECK: some are beyond
  * the end, and are read as what no power is left of. */
 template <typename T, bool WIDE> struct Row {
-    static const int FLIGHT = Flight<T>::COUNT;
+    static const int MEMORY = Flight<T>::MEMORY, CACHES = Flight<T>::CACHES;
     T *x;
     ps_index columns;
 
@@ -53,7 +60,7 @@ template <typename T, bool WIDE> struct Row {
     }
 
     /* Call `use` with the thread's pairs of the warp's group in place, row after row; write back what it makes of them. */
-    template <bool CHECK, bool WRITE, typename Use> PS_FN void each_pair(ps_index first, Use use) const {
+    template <bool CHECK, bool WRITE, int FLIGHT, typename Use> PS_FN void each_pair(ps_index first, Use use) const {
         ps_index lane = first + 2 * (threadIdx.x % PS_WARP);
 #pragma unroll 1
         for (int row = 0; row < PS_ROWS; row += FLIGHT) {
@@ -68,13 +75,14 @@ template <typename T, bool WIDE> struct Row {
         }
     }
 
-    template <bool WRITE, typename Use> PS_FN void of_group(ps_index first, Use use) const {
-        if (first + PS_GROUP <= columns) each_pair<false, WRITE>(first, use);
-        else if (first < columns) each_pair<true, WRITE>(first, use);
+    template <bool WRITE, int FLIGHT, typename Use> PS_FN void of_group(ps_index first, Use use) const {
+        if (first + PS_GROUP <= columns) each_pair<false, WRITE, FLIGHT>(first, use);
+        else if (first < columns) each_pair<true, WRITE, FLIGHT>(first, use);
     }
 
-    template <bool WRITE, typename Use> PS_FN void of_row(Use use) const {
-        for (ps_index first = first_group(); first < columns; first += PS_WARPS * PS_GROUP) of_group<WRITE>(first, use);
+    template <bool WRITE, int FLIGHT, typename Use> PS_FN void of_row(Use use) const {
+        for (ps_index first = first_group(); first < columns; first += PS_WARPS * PS_GROUP)
+            of_group<WRITE, FLIGHT>(first, use);
     }
 
     PS_FN ps_index first_group() const { return (ps_index)(threadIdx.x / PS_WARP) * PS_GROUP; }
@@ -82,7 +90,7 @@ template <typename T, bool WIDE> struct Row {
     /* The largest; a nan is passed over. Every thread gets it. */
     PS_FN float largest(float *shared) const {
         float most = -infinite();
-        of_row<false>([&](ps_index, const float *pair) {
+        of_row<false, MEMORY>([&](ps_index, const float *pair) {
             most = pair[0] > most ? pair[0] : most;
             most = pair[1] > most ? pair[1] : most;
         });
@@ -103,7 +111,7 @@ template <typename T, bool WIDE> struct Row {
         float total = 0.0f; /* of the lane that has this thread's number */
         for (ps_index turn = 0; turn < columns; turn += PS_WARPS * PS_GROUP) {
             float sums[2] = {0.0f, 0.0f};
-            of_group<false>(turn + first_group(), [&](ps_index, const float *pair) {
+            of_group<false, CACHES>(turn + first_group(), [&](ps_index, const float *pair) {
                 sums[0] = sums[0] + ps_exp(pair[0] - most);
                 sums[1] = sums[1] + ps_exp(pair[1] - most);
             });
@@ -126,14 +134,14 @@ template <typename T, bool WIDE> struct Row {
     }
 
     PS_FN void write_gradients(float most, float share, ps_index label, float factor) const {
-        of_row<true>([=](ps_index at, float *pair) {
+        of_row<true, CACHES>([=](ps_index at, float *pair) {
             pair[0] = ps_row_gradient(pair[0], most, share, at == label ? 1.0f : 0.0f, factor);
             pair[1] = ps_row_gradient(pair[1], most, share, at + 1 == label ? 1.0f : 0.0f, factor);
         });
     }
 
     PS_FN void fill(float value) const {
-        of_row<true>([=](ps_index, float *pair) { pair[0] = pair[1] = value; });
+        of_row<true, CACHES>([=](ps_index, float *pair) { pair[0] = pair[1] = value; });
     }
 };
 

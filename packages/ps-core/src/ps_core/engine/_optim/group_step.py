@@ -26,7 +26,7 @@ from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_N
 from ps_core.engine._gradients.gradient_sums import Launch, measured
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._optim.settings import Progress, Scalars, StepSettings
-from ps_core.engine._parameters.param_state import ParamGroup, ParamState
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState, count_updates
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
 from ps_core.engine._support.log import warn
 
@@ -180,8 +180,7 @@ def note_done(group: ParamGroup, slots: Mapping[Kind, Slot], work: StepWork) -> 
     """Note that the work of a step is launched: in the parameters' states, and in what is the newest of each kind."""
     for record, scalars in work.stepped.items():
         record.mark_stepped(scalars)
-    for record in work.overtaken:
-        record.mark_updated()
+    count_updates([*work.stepped, *work.overtaken])
     for record in work.rebuilt:
         record.mark_rebuilt()
     for kind, slot in slots.items():  # what was written is the newest of its kind; sums are used up

@@ -13,7 +13,7 @@ from ps_core.engine._devices.disk.file import blocks
 from ps_core.engine._memory.chunk import Chunk
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large, tables_too_large
-from ps_core.engine._parameters.managed_parameter import ManagedParameter, clear_grad, set_data, version_of
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, clear_grad, set_data
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 
@@ -191,4 +191,3 @@ def adopt(record: ParamState, parameter: nn.Parameter, owner: Any) -> None:
     assert isinstance(parameter, ManagedParameter), "its class has just been changed"
     parameter._record, parameter._owner = record, owner
     record.parameter = parameter
-    record.counted_version = version_of(parameter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -95,6 +95,8 @@ class ParamState:
 
     counted_version: int = 0
     """PyTorch's ``_version`` as the engine left it: a different one means that the user changed the parameter."""
+    own_version: bool = True
+    """True if no other parameter shares the version; see `find_shared_versions`."""
     tied: list[ParamState] = field(default_factory=list)
     """The parameters that shared memory before `chunked`, this one included, all in one group; empty: none did."""
 
@@ -212,17 +214,8 @@ class ParamState:
     def mark_replaced(self) -> None:
         """Note that another weight was written: references that autograd saved earlier are stale."""
         self.mark_rebuilt()
-        self.mark_updated()
+        count_updates([self])
         self.group.forget_moment()
-
-    def mark_updated(self) -> None:
-        """Note that the weight is another one: what saved the earlier one for backward raises, as in PyTorch.
-
-        The parameter's version tells those `torch.autograd.Function` that saved it where no hook of the engine was on.
-        """
-        self.update_count += 1
-        self.counted_version += 1
-        torch.autograd.graph.increment_version(self.parameter)
 
     def mark_discarded(self) -> None:
         """Forget the gradient; if it was in the weight slot, the weight must be rebuilt next."""
@@ -235,7 +228,7 @@ class ParamState:
         self.factor = 1.0
 
     def mark_stepped(self, scalars: tuple[tuple[str, float], ...] = ()) -> None:
-        """Note that the optimizer used the gradient up and wrote the new weight; ``scalars``: as `scalars` says."""
+        """Note that the optimizer used the gradient up; ``scalars``: as `scalars` says. `count_updates` comes next."""
         try:
             self.contents, self.gradient = TRANSITIONS[ParamEvent.STEPPED, self.contents, self.gradient]
         except KeyError:
@@ -244,7 +237,6 @@ class ParamState:
         self.overwrite_pending = self.assigned = self.dropped = False
         self.factor = 1.0
         self.steps, self.scalars = self.steps + 1, scalars
-        self.mark_updated()
 
     def _illegal(self, event: ParamEvent) -> IllegalTransition:
         return IllegalTransition(
@@ -253,6 +245,33 @@ class ParamState:
             event=event.value,
             expected=tuple(legal.value for legal in legal_events(self.contents, self.gradient)),
         )
+
+
+def count_updates(records: Collection[ParamState]) -> None:
+    """Note that these weights are other ones: what saved the earlier ones for backward raises, as in PyTorch.
+
+    A parameter's version tells each `torch.autograd.Function` that saved it where no hook of the engine was on.
+    """
+    parameters = []
+    for record in records:
+        record.update_count += 1
+        if record.own_version:
+            record.counted_version += 1
+            parameters.append(record.parameter)
+    torch._C._increment_version(parameters)
+
+
+def find_shared_versions(records: Collection[ParamState]) -> None:
+    """Note which parameters share a version: raised for one, it would tell that the other was changed in place.
+
+    ``load_state_dict(assign=True)`` makes such ones of tied parameters, and `nn.Parameter` of views of one tensor.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        before = [record.parameter._version for record in records]
+        torch._C._increment_version([record.parameter for record in records])
+        for record, version in zip(records, before, strict=True):
+            record.counted_version = record.parameter._version
+            record.own_version = record.counted_version == version + 1
 
 
 @dataclass(frozen=True, slots=True)
