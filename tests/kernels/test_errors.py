@@ -35,6 +35,11 @@ def adam(**changes: Any) -> None:
             np.testing.assert_array_equal(arrays[name], array)
 
 
+def between_elements() -> np.ndarray:
+    """A contiguous array of four numbers that begins a byte after one would."""
+    return np.zeros(17, np.uint8)[1:].view(np.float32)
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"param": [1.0]}, "param: expected a torch tensor or a numpy array, found list"),
     ({"momentum": floats(3)}, "momentum: expected shape (4,), found (3,)"),
@@ -43,6 +48,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grad": floats(kind=np.float64)}, "grad: expected float32 or float16 or bfloat16, found <f8 (numpy holds"),
     ({"out": floats(kind=np.int64)}, "out: expected float32 or float16 or bfloat16, found int64"),
     ({"grad": floats(8)[::2]}, "grad: not contiguous"),
+    ({"grad": between_elements()}, "grad: begins at an address that is no multiple of its elements' 4 bytes"),
     ({"grad": torch.ones(4)}, "grad: expected a numpy array on cpu like param, found a torch array on cpu"),
     ({"step": 0}, "step: expected a whole number from 1, found 0"),
     ({"step": 1.0}, "step: expected a whole number from 1, found 1.0"),
@@ -209,3 +215,16 @@ def test_pieces_keep_the_memory_that_they_copy() -> None:
     chunk.data = torch.zeros(1)
     pieces.gather()
     assert torch.equal(torch.empty(0).set_(memory), part)
+
+
+def test_a_tensor_between_elements_is_refused_and_a_clone_of_it_is_not() -> None:
+    """Reading it would be undefined in C; ``np.ascontiguousarray`` and ``contiguous()`` would return it as it is."""
+    for place in range(4):
+        arrays = [torch.ones(4) for _ in range(4)]
+        whole = torch.from_numpy(between_elements())
+        arrays[place] = whole.fill_(1)
+        with pytest.raises(InvalidArgument, match="begins at an address that is no multiple"):
+            ps_kernels.adam_step(*arrays, step=1, lr=0.1)
+        assert all(bool((array == 1).all()) for array in arrays)
+        arrays[place] = whole.clone()
+        ps_kernels.adam_step(*arrays, step=1, lr=0.1)

@@ -65,7 +65,8 @@ def view(name: str, array: Array) -> View:
         kind = "nested" if array.is_nested else _text(array.layout)
         raise InvalidArgument(f"{name}: expected a dense tensor, found one of layout {kind}; pass tensor.to_dense()")
     plain = type(array) is torch.Tensor and not array.requires_grad
-    address, nbytes = array.data_ptr(), array.numel() * array.element_size()
+    size = array.element_size()
+    address, nbytes = array.data_ptr(), array.numel() * size
     if nbytes and not address and array.device.type != "meta":  # which is refused by name elsewhere
         raise InvalidArgument(f"{name}: this {type(array).__name__} has no memory; expected a tensor with values")
     if array.is_neg():
@@ -79,7 +80,7 @@ def view(name: str, array: Array) -> View:
         device=_text(array.device),
         dtype=_text(array.dtype),
         shape=tuple(array.shape),
-        contiguous=array.is_contiguous(),
+        contiguous=array.is_contiguous() and not address % size,
         writeable=True,
         address=address,
         nbytes=nbytes,
@@ -150,6 +151,11 @@ def check_spans(spans: Sequence[tuple[int, int]], numel: int) -> int:
 
 def check_contiguous(item: View) -> None:
     """Raise unless the array is contiguous and aligned."""
+    if item.address % item.itemsize:
+        raise InvalidArgument(
+            f"{item.name}: begins at an address that is no multiple of its elements' {item.itemsize} bytes; pass a "
+            "copy in new memory and write back what it holds"
+        )
     if not item.contiguous:
         raise InvalidArgument(f"{item.name}: not contiguous; pass a contiguous copy and write back what it holds")
 
