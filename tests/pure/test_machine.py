@@ -84,6 +84,8 @@ def test_a_base_fills_in_the_rest() -> None:
         (WHOLE.replace('"v100"', '"a\\nb"'), "name must be a plain text"),
         ('base = "t4"\nh2d_bandwidth = 0', "h2d_bandwidth must be a number above 0, found 0"),
         ('base = "t4"\nh2d_bandwidth = -1.5', "found -1.5"),
+        ('base = "t4"\ntanh_s = -1', "tanh_s must be a number of at least 0, found -1"),
+        ('base = "t4"\nattention_flops = "x"', "attention_flops must be a number of at least 0, found 'x'"),
         ('base = "t4"\nh2d_bandwidth = true', "found True"),
         ('base = "t4"\nh2d_bandwidth = "fast"', "found 'fast'"),
         ('base = "t4"\nh2d_bandwidth = inf', "found inf"),

@@ -77,9 +77,11 @@ X = Activation(name="x", bytes=1)
         (lambda: trace(moment(flops=-1.0)), "flops of 'x'"),
         (lambda: trace(moment(flops=float("nan"))), "flops of 'x'"),
         (lambda: trace(moment(flops="1")), "flops of 'x'"),
+        (lambda: trace(moment(flops=1e308)), "flops of 'x' .* at most 1e[+]30, found 1e[+]308"),
+        (lambda: trace(moment(tanhs=1e31)), "tanhs of 'x' .* at most 1e[+]30, found 1e[+]31"),
         (
             lambda: trace(moment(flops=10**400)),
-            "flops of 'x' must be a finite number of at least 0, found a whole number",
+            "flops of 'x' must be a finite number of at least 0 and at most 1e[+]30, found a whole number",
         ),
         (
             lambda: trace(moment(nonmodel_bytes=10**400)),
@@ -128,6 +130,41 @@ def test_a_damaged_document_gets_one_clear_line(text):
     with pytest.raises(InvalidInput) as caught:
         Trace.from_json(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"extra": 1}, "the trace has an unknown 'extra'"),
+        ({"tensors": 3}, "tensors must be a list, found 3"),
+        ({"tensors": {"a": 1}}, "tensors must be a list, found {'a': 1}"),
+        ({"tensors": ["x"]}, r"tensors\[0\] must be an object, found 'x'"),
+        ({"tensors": [*GOOD["tensors"], {"name": "c"}]}, r"tensors\[2\] lacks 'numel'"),
+        ({"tensors": [{"name": "c", "numel": 1, "color": 1}]}, r"tensors\[0\] has an unknown 'color'"),
+        ({"activations": [[]]}, r"activations\[0\] must be an object, found \[\]"),
+        ({"activations": [{"bytes": 1}]}, r"activations\[0\] lacks 'name'"),
+        ({"moments": None}, "moments must be a list, found None"),
+        ({"moments": [7]}, r"moments\[0\] must be an object, found 7"),
+        ({"moments": [{"name": "x"}]}, r"moments\[0\] lacks 'phase'"),
+        ({"moments": [{"phase": "forward"}]}, r"moments\[0\] lacks 'name'"),
+        ({"moments": [{"name": "x", "phase": "sideways"}]}, r"phase of moments\[0\] must be .*, found 'sideways'"),
+        ({"moments": [{"name": "x", "phase": []}]}, r"phase of moments\[0\] must be forward or backward, found \[\]"),
+        (
+            {"moments": [{"name": "x", "phase": "forward", "reads": 3}]},
+            r"reads of moments\[0\] must be a list, found 3",
+        ),
+        ({"moments": [{"name": "x", "phase": "forward", "makes": "01"}]}, r"makes of moments\[0\] must be a list"),
+    ],
+)
+def test_a_damaged_document_is_told_where_in_its_own_words(change, words):
+    with pytest.raises(InvalidInput, match=f"not a trace: {words}"):
+        Trace.from_json(json.dumps(GOOD | change))
+
+
+@pytest.mark.parametrize("key", ["model", "tensors", "moments", "activations", "tokens"])
+def test_what_a_document_lacks_is_named(key):
+    with pytest.raises(InvalidInput, match=f"not a trace: the trace lacks '{key}'"):
+        Trace.from_json(json.dumps({each: value for each, value in GOOD.items() if each != key}))
 
 
 def test_a_document_cut_anywhere_is_refused():

@@ -9,15 +9,18 @@ meanwhile.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from ps_core._errors import InvalidInput
-from ps_core._units import check_number, check_whole
+from ps_core._units import check_number, check_whole, shown
 
 FORMAT = "patrickstar-trace/1"
+_INDICES = frozenset({"reads", "grads", "makes", "takes", "holds"})
+_MOST_AMOUNT = 1e30
+"""More than any moment computes; times and rates from larger amounts would not be finite."""
 
 
 class Phase(StrEnum):
@@ -134,20 +137,17 @@ class Trace:
         """Return the trace of a JSON document; `InvalidInput` says what is wrong with a damaged one."""
         try:
             data: Any = json.loads(text)
-            if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-                raise InvalidInput(f"not a trace: expected a JSON object with format {FORMAT!r}")
-            return cls(
-                model=_text(data.pop("model")),
-                tensors=tuple(Tensor(**row) for row in data.pop("tensors")),
-                moments=tuple(_moment(row) for row in data.pop("moments")),
-                activations=tuple(Activation(**row) for row in data.pop("activations")),
-                tokens=data.pop("tokens"),
-                **data,
-            )
-        except InvalidInput:
-            raise
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise InvalidInput(f"not a trace: {type(error).__name__}: {error}".replace("\n", " ")) from error
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput(f"not a trace: not JSON: {error}".replace("\n", " ")) from error
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise InvalidInput(f"not a trace: expected a JSON object with format {FORMAT!r}")
+        entries = _entries(cls, data, "the trace", needed=("activations", "tokens"))
+        rows = {
+            "tensors": tuple(Tensor(**row) for row in _rows(Tensor, entries, "tensors")),
+            "moments": tuple(Moment(**row) for row in _rows(Moment, entries, "moments")),
+            "activations": tuple(Activation(**row) for row in _rows(Activation, entries, "activations")),
+        }
+        return cls(**{**entries, **rows, "model": _text(entries["model"])})
 
 
 def _text(value: object) -> str:
@@ -156,9 +156,39 @@ def _text(value: object) -> str:
     return value
 
 
-def _moment(row: Any) -> Moment:
-    tuples = {key: tuple(row.pop(key, ())) for key in ("reads", "grads", "makes", "takes", "holds")}
-    return Moment(**{**row, **tuples, "phase": Phase(row["phase"])})
+def _entries(kind: type[Any], row: object, where: str, needed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return an object's entries; raise `InvalidInput` unless they are fields of ``kind``, and all needed are there."""
+    if not isinstance(row, dict):
+        raise InvalidInput(f"not a trace: {where} must be an object, found {shown(row)}")
+    known = {field.name: field.default is MISSING or field.name in needed for field in fields(kind)}
+    for name in row:
+        if name not in known:
+            raise InvalidInput(f"not a trace: {where} has an unknown {name!r}")
+    for name, must in known.items():
+        if must and name not in row:
+            raise InvalidInput(f"not a trace: {where} lacks {name!r}")
+    return row
+
+
+def _rows(kind: type[Any], entries: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(_list(entries[key], key)):
+        where = f"{key}[{number}]"
+        found = dict(_entries(kind, row, where))
+        if kind is Moment:
+            for name in _INDICES & found.keys():
+                found[name] = tuple(_list(found[name], f"{name} of {where}"))
+            if found["phase"] not in list(Phase):
+                raise InvalidInput(
+                    f"not a trace: phase of {where} must be {' or '.join(Phase)}, found {shown(found['phase'])}"
+                )
+            found["phase"] = Phase(found["phase"])
+        yield found
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InvalidInput(f"not a trace: {where} must be a list, found {shown(value)}")
+    return value
 
 
 def _indices(values: Iterable[object], count: int, what: str) -> None:
@@ -198,7 +228,7 @@ def _check_moment(trace: Trace, moment: Moment, backward: bool) -> bool:
     if not isinstance(moment.phase, Phase):
         raise InvalidInput(f"trace: phase of {name!r} must be a Phase, found {moment.phase!r}")
     for what in Amounts._fields:
-        check_number(f"trace: {what} of {name!r}", getattr(moment, what))
+        check_number(f"trace: {what} of {name!r}", getattr(moment, what), most=_MOST_AMOUNT)
     if moment.attention_flops > moment.flops:
         raise InvalidInput(
             f"trace: attention_flops of {name!r} must be a part of its {moment.flops:g} flops, found "

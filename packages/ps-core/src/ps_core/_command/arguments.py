@@ -13,6 +13,9 @@ from ps_core._simulate.cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RE
 from ps_core._units import meant_as_gib, parse_bytes
 from ps_core._version import __version__
 
+_MOST = 10**9 - 1
+"""The largest count that is accepted."""
+
 
 class _Parser(argparse.ArgumentParser):
     """Report what is wrong in one line."""
@@ -134,8 +137,10 @@ def _count(text: str) -> int:
         number = int(text)
     except ValueError:
         number = 0
-    if not 0 < number < 10**9:
+    if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    if number > _MOST:
+        raise argparse.ArgumentTypeError(f"at most {_MOST} is allowed, found {text!r}")
     return number
 
 

@@ -55,7 +55,7 @@ def machine(name_or_path: str) -> Machine:
     if name_or_path in MACHINES:
         return MACHINES[name_or_path]
     path = Path(name_or_path)
-    if path.suffix != ".toml" and not path.exists():
+    if not name_or_path or (path.suffix != ".toml" and not path.exists()):
         raise InvalidInput(f"unknown machine {name_or_path!r} (known: {', '.join(MACHINES)}; or a .toml file)")
     try:
         text = read_text(path)

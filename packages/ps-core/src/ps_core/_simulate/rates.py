@@ -81,10 +81,12 @@ class Machine:
             raise InvalidInput(f"machine: name must be a plain text, found {self.name!r}")
         for key in NUMBERS:
             value = getattr(self, key)
-            if (key in MAY_BE_ZERO or key.endswith("_s")) and value == 0 and not isinstance(value, bool):
+            zero = key in MAY_BE_ZERO or key.endswith("_s")
+            if zero and value == 0 and not isinstance(value, bool):
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise InvalidInput(f"machine {self.name!r}: {key} must be a number above 0, found {shown(value)}")
+                least = "of at least" if zero else "above"
+                raise InvalidInput(f"machine {self.name!r}: {key} must be a number {least} 0, found {shown(value)}")
             low, high = (0, 1e3) if key.endswith("_s") else (1, 1e24)
             if not low <= value <= high:
                 raise InvalidInput(f"machine {self.name!r}: {key} must be {low:g} to {high:g}, found {shown(value)}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ps_core._errors import InvalidInput
 from ps_core._name_suggestions import did_you_mean
-from ps_core._workloads.shapes import Family, TransformerShape
+from ps_core._workloads.shapes import MOST_LAYERS, Family, TransformerShape
 
 # The published sizes: layers and hidden size. All have 16 heads, 175B has 96; vocabulary and positions are GPT-2's
 # (50257 and 1024: every published run but 0.7B's, at 128, has sequences of 1024). The table gives neither, so these
@@ -145,7 +145,8 @@ _NAMED = {
         gpt(128, 25600, heads=160, name="gpt-1t"),
     )
 }
-_FREE_NAME = re.compile(r"(gpt|bert)-(\d{1,6})x(\d{1,7})")
+_FREE_NAME = re.compile(r"(gpt|bert)-(\d+)x(\d+)")
+_MOST_DIGITS = 7
 _BILLIONS = re.compile(r"([a-z]+)-?(\d{1,6}(?:\.\d{1,6})?)b")
 _NEAR = 1.5
 """A named size within this factor of the wanted one is suggested."""
@@ -181,6 +182,8 @@ def shape(name: str, *, vocabulary: int | None = None, positions: int | None = N
 
     Given numbers replace its own.
     """
+    if not isinstance(name, str):
+        raise InvalidInput(f"a model's name is a text, as in 'gpt-1b'; found {name!r}")
     key = name.strip().lower()
     found = _NAMED.get(key)
     if found is None:
@@ -188,6 +191,11 @@ def shape(name: str, *, vocabulary: int | None = None, positions: int | None = N
         if free is None:
             meant = _sizes_near(key) or did_you_mean(key, _NAMED, _ANY_SIZE)
             raise InvalidInput(f"no model is called {name!r}; {meant}")
+        if max(len(free[2]), len(free[3])) > _MOST_DIGITS:
+            raise InvalidInput(
+                f"{key[:80]}: at most {MOST_LAYERS} layers and a hidden size below {10**_MOST_DIGITS} are "
+                "allowed in a name"
+            )
         layers, hidden = int(free[2]), int(free[3])
         found = gpt(layers, hidden) if free[1] == "gpt" else bert(layers, hidden, _heads(hidden), name=key)
     if vocabulary is not None:

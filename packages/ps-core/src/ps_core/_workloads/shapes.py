@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from ps_core._errors import InvalidInput
 from ps_core._trace import Tensor
-from ps_core._units import shown
+from ps_core._units import check_flag, check_whole, shown
 
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
+"""The most layers that are accepted."""
 _MOST_WIDTH = 2**31
 """The largest width that is accepted, far beyond any model: a mistyped file should be refused."""
 
@@ -89,11 +90,14 @@ class TransformerShape:
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "positions"):
             value = getattr(self, field)
-            most = _MOST_LAYERS if field == "layers" else _MOST_WIDTH
+            most = MOST_LAYERS if field == "layers" else _MOST_WIDTH
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
                 raise InvalidInput(
                     f"{self.name}: {field} must be a whole number from 1 to {most}, found {shown(value)}"
                 )
+        for field in ("tied_head", "qkv_bias", "out_bias", "mlp_bias", "next_sentence"):
+            check_flag(f"{self.name}: {field}", getattr(self, field))
+        check_whole(f"{self.name}: token_types", self.token_types, 0, _MOST_WIDTH)
         if self.heads % self.kv_heads:
             raise InvalidInput(f"{self.name}: {self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
         plain = self.family in (Family.GPT2, Family.BERT)
