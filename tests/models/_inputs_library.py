@@ -196,3 +196,30 @@ row(
 row("is {} in the file, config.json says", reads(lambda: with_value("n_embd", 64)), reads(saved))
 row("the file is of another class of model, or damaged", reads(lambda: with_value("n_layer", 3)), reads(saved))
 without("files of weights need safetensors: {}", "safetensors", lambda: saved("again"), model_of)
+
+
+def kept(name: str = "gpt-2x32", device: str = "cpu", **overrides: Any) -> None:
+    build(name, device, **overrides).save_pretrained("kept")
+
+
+row("a model on meta has no weights to save", lambda: kept(device="meta"), kept)
+row(
+    "config.json cannot say token_types=0",
+    lambda: kept("bert-2x32", token_types=0),
+    lambda: kept("bert-2x32", token_types=1),
+)
+row(
+    "config.json would mean {}; build it with that",
+    lambda: kept("llama-10m", layers=1, out_bias=True),
+    lambda: kept("llama-10m", layers=1, out_bias=True, qkv_bias=True),
+)
+row(
+    "head_dim must be even",
+    lambda: runs("llama-10m", layers=1, head_dim=63),
+    lambda: runs("llama-10m", layers=1, head_dim=62),
+)
+row(
+    "id2label must be an object, a label for each class",
+    reads(lambda: with_value("id2label", 5), GPTClassifier),
+    reads(lambda: with_value("id2label", {"0": "no", "1": "yes", "2": "both"}), GPTClassifier),
+)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 
 from ps_core._errors import InvalidInput
+from ps_core._units import check_flag, check_number, check_whole, is_finite
 from ps_core._workloads.shapes import Family, TransformerShape
 
 
@@ -31,19 +32,29 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for field in ("dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, field) < 1.0:
-                raise InvalidInput(f"{field} must be at least 0 and below 1, found {getattr(self, field)!r}")
-        if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
+            rate = getattr(self, field)
+            if not is_finite(rate) or not 0.0 <= rate < 1.0:
+                raise InvalidInput(f"{field} must be at least 0 and below 1, found {rate!r}")
+        if self.loss_chunk_tokens is not None and not is_count(self.loss_chunk_tokens):
             raise InvalidInput(f"loss_chunk_tokens must be at least 1, or None, found {self.loss_chunk_tokens!r}")
-        if self.tiles < 1:
+        if not is_count(self.tiles):
             raise InvalidInput(f"tiles must be at least 1, found {self.tiles!r}")
-        if self.offload_checkpoints and not self.checkpoint_blocks:
+        check_number("init_std", self.init_std)
+        for field in ("offload_checkpoints", "cpu_embedding"):
+            check_flag(field, getattr(self, field))
+        self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        blocks: object = self.checkpoint_blocks
+        if not isinstance(blocks, Collection | bool) or isinstance(blocks, str):
+            raise InvalidInput(f"checkpoint_blocks must be True, False or numbers of blocks, found {blocks!r}")
+        if self.offload_checkpoints and not blocks:
             raise InvalidInput("offload_checkpoints needs checkpoint_blocks, of which none are chosen")
-        if not isinstance(self.checkpoint_blocks, bool):
-            beyond = sorted(set(self.checkpoint_blocks) - set(range(self.shape.layers)))
+        if not isinstance(blocks, bool):
+            beyond = [block for block in blocks if block not in range(self.shape.layers)]
             if beyond:
                 raise InvalidInput(
-                    f"checkpoint_blocks names block {beyond[0]}, but {self.shape.name} has blocks 0 to "
+                    f"checkpoint_blocks names block {beyond[0]!r}, but {self.shape.name} has blocks 0 to "
                     f"{self.shape.layers - 1}"
                 )
 
@@ -85,17 +96,31 @@ class DecoderConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head_tiles < 1:
+        if not is_count(self.head_tiles):
             raise InvalidInput(f"head_tiles must be at least 1, found {self.head_tiles!r}")
         if self.head_tiles > 1 and self.shape.tied_head:
             raise InvalidInput(
                 f"head_tiles={self.head_tiles}, but the head of {self.shape.name} is its token table, which is looked "
                 "up whole: expected a head of its own; leave head_tiles out, or tied_head=False"
             )
-        if self.experts and not 1 <= self.experts_chosen <= self.experts:
+        check_whole("experts", self.experts)
+        check_number("balance_weight", self.balance_weight)
+        if self.experts and not (is_count(self.experts_chosen) and self.experts_chosen <= self.experts):
             raise InvalidInput(f"experts_chosen must be from 1 to {self.experts}, found {self.experts_chosen!r}")
 
 
+def is_count(value: object) -> bool:
+    """Return True for a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def option_names(config: type[ModelConfig]) -> frozenset[str]:
-    """Return the fields that `build` may override, except those of the shape."""
+    """Return the fields that may be overridden, except those of the shape."""
     return frozenset(field.name for field in fields(config)) - {"shape"}
+
+
+def check_names(given: Collection[str], known: Collection[str]) -> None:
+    """Raise `InvalidInput` for a name that cannot be overridden."""
+    unknown = sorted(set(given).difference(known))
+    if unknown:
+        raise InvalidInput(f"cannot override {unknown[0]!r}; known: {', '.join(sorted(known))}")

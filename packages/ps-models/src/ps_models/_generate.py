@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ps_core._errors import InvalidInput
-from ps_models._config import ModelConfig
+from ps_core._units import check_whole, is_finite
+from ps_models._config import ModelConfig, is_count
 
 _COLD = 1e-4
 """Below this temperature the likeliest token is taken: it has all of the probability, or the division fails."""
@@ -50,8 +51,9 @@ def generate(
     """
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:
         raise InvalidInput(f"generate needs rows of at least one token, found shape {tuple(input_ids.shape)}")
-    if temperature < 0 or (top_k is not None and top_k < 1):
-        raise InvalidInput(f"temperature must be at least 0 and top_k at least 1, found {temperature} and {top_k}")
+    check_whole("max_new_tokens", max_new_tokens)
+    if not is_finite(temperature) or temperature < 0 or (top_k is not None and not is_count(top_k)):
+        raise InvalidInput(f"temperature must be at least 0 and top_k at least 1, found {temperature!r} and {top_k!r}")
     was_training = self.training
     self.train(False)
     try:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ps_core._errors import InvalidInput
 from ps_core.engine import HostEmbedding, offloaded
-from ps_models._config import DecoderConfig, ModelConfig
+from ps_models._config import DecoderConfig, ModelConfig, is_count
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class TiledLinear(nn.Module):
 
     def __init__(self, outputs: int, tiles: int, make: Callable[[int], nn.Linear | Projection]) -> None:
         super().__init__()
-        if not 1 <= tiles <= outputs:
-            raise InvalidInput(f"{outputs} outputs can be cut into 1 to {outputs} tiles, found {tiles}")
+        if not is_count(tiles) or tiles > outputs:
+            raise InvalidInput(f"{outputs} outputs can be cut into 1 to {outputs} tiles, found {tiles!r}")
         width, wider = divmod(outputs, tiles)
         self.widths = [width + (index < wider) for index in range(tiles)]
         made = [make(each) for each in self.widths]

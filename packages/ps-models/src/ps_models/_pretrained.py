@@ -11,12 +11,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from ps_core._errors import InvalidInput
+from ps_core._errors import CheckpointDamaged, InvalidInput
 from ps_core._input_files import MOST_BYTES, read_text, stays_inside
 from ps_core._install_hints import how_to_install
 from ps_core._workloads.hf import shape_from_config
-from ps_core._workloads.shapes import TransformerShape
+from ps_core._workloads.shapes import Family, TransformerShape
 from ps_core.engine import is_managed, save_weights
+from ps_models._config import check_names, option_names
 from ps_models._layers import TiledLinear
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -66,6 +67,7 @@ class Pretrained(nn.Module):
         """
         folder = Path(directory)
         entries = read_json(folder / CONFIG)
+        check_names(options, option_names(cls.config_type))
         config = cls.config_type(shape=shape_from_config(folder), **cls.files.read(entries) | options)
         with torch.device("meta"):
             model = cls(config, **_classes(cls, entries))
@@ -81,9 +83,12 @@ class Pretrained(nn.Module):
 
         For a managed model, rank 0 writes one group after another; all processes that share the model call this.
         """
+        if not is_managed(self) and any(parameter.is_meta for parameter in self.parameters()):
+            raise InvalidInput("a model on meta has no weights to save: build it on a device, as build(name, 'cpu')")
+        entries = self.files.write(self.config)
+        _check_said(self.config.shape, entries)
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        entries = self.files.write(self.config)
         entries["architectures"] = [self.files.architecture(type(self).__name__, self.config.shape)]
         if self.classes is not None:
             labels = [f"LABEL_{number}" for number in range(self.classes)]
@@ -117,8 +122,26 @@ def _safetensors() -> Any:
     return safetensors
 
 
+def _check_said(shape: TransformerShape, entries: Entries) -> None:
+    """Raise `InvalidInput` if a shape has a part that these entries cannot say, or lacks one that they always mean."""
+    if shape.family is Family.BERT and not shape.token_types:
+        raise InvalidInput(f"{shape.name} is not saved: config.json cannot say token_types=0; build it with 1")
+    said = shape_from_config(json.dumps(entries))
+    for field in ("qkv_bias", "out_bias", "mlp_bias"):
+        if getattr(shape, field) != getattr(said, field):
+            raise InvalidInput(
+                f"{shape.name} is not saved: its {field} is {getattr(shape, field)}, config.json would mean "
+                f"{getattr(said, field)}; build it with that"
+            )
+
+
 def _classes(cls: type[Pretrained], entries: Entries) -> dict[str, int]:
-    return {"classes": len(entries.get("id2label") or (0, 1))} if cls.classifies else {}
+    if not cls.classifies:
+        return {}
+    labels = entries.get("id2label")
+    if not isinstance(labels, dict | None):
+        raise InvalidInput(f"config.json: id2label must be an object, a label for each class, found {labels!r}")
+    return {"classes": len(labels or (0, 1))}
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -144,9 +167,13 @@ def _files_in(index: Path) -> list[str]:
 
 def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield a file's tensors, as copies: the file may be overwritten while they are in use."""
-    with _safetensors().safe_open(path, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 - it is no mapping
-            yield key, file.get_tensor(key).clone()
+    library = _safetensors()
+    try:
+        with library.safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                yield key, file.get_tensor(key).clone()
+    except library.SafetensorError as error:
+        raise CheckpointDamaged(f"{path}: {error}; copy this file anew from where it is whole") from error
 
 
 def _checked(model: Pretrained, found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ps_core._errors import InvalidInput
+from ps_core._units import check_number, check_whole
 from ps_core._workloads.shapes import Family, TransformerShape
 from ps_models._config import ModelConfig
 from ps_models._files import BERT_FILES
@@ -32,6 +33,7 @@ class BERTConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.need_family("BERT", Family.BERT)
+        check_number("norm_epsilon", self.norm_epsilon)
         if not self.shape.tied_head:
             raise InvalidInput(f"{self.shape.name}: BERT's masked-word head is tied to its token table")
 
@@ -312,6 +314,7 @@ class BERTClassifier(Pretrained):
     classifies = True
 
     def __init__(self, config: BERTConfig, classes: int = 2) -> None:
+        check_whole("classes", classes, 1)
         super().__init__()
         self.config = config
         self.classes = classes

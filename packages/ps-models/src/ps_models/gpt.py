@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ps_core import InvalidInput
+from ps_core._units import check_number, check_whole
 from ps_core._workloads.shapes import Family
 from ps_models._config import DecoderConfig
 from ps_models._files import GPT2_FILES
@@ -50,6 +51,8 @@ class GPTConfig(DecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.need_family("GPT", Family.GPT2)
+        check_number("norm_epsilon", self.norm_epsilon)
+        check_number("position_std", self.position_std)
 
     @property
     def residual_std(self) -> float:
@@ -204,6 +207,7 @@ class GPTClassifier(Pretrained):
                 f"head_tiles={config.head_tiles}: a GPTClassifier has no head of words to cut, only scores of "
                 f"{classes} classes; leave head_tiles out, or build a GPT"
             )
+        check_whole("classes", classes, 1)
         super().__init__()
         self.config = config
         self.classes = classes

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ps_core._errors import InvalidInput
+from ps_core._units import check_number
 from ps_core._workloads.shapes import Family
 from ps_models._config import DecoderConfig
 from ps_models._files import LLAMA_FILES
@@ -37,6 +39,13 @@ class LlamaConfig(DecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.need_family("Llama", Family.LLAMA, Family.MISTRAL, Family.QWEN2, Family.QWEN3)
+        check_number("norm_epsilon", self.norm_epsilon)
+        check_number("rope_theta", self.rope_theta, 1.0)
+        if self.shape.head_dim % 2:
+            raise InvalidInput(
+                f"{self.shape.name}: head_dim must be even, because positions rotate halves of a head; found "
+                f"{self.shape.head_dim}"
+            )
 
     def projection(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a linear map of a block."""
