@@ -77,6 +77,14 @@ def reduces(each: ps_dist.TorchCollectives, numel: int, kind: str, pieces: int, 
     return spent
 
 
+def in_inference_mode(each: ps_dist.TorchCollectives) -> None:
+    """Buffers that were made in inference mode are written like others."""
+    with torch.inference_mode():
+        for numel in (1, 192, 32_768 + 5):
+            gathers(each, numel, "bf16", 1)
+            reduces(each, numel, "bf16", 2, 2)
+
+
 def under_other_defaults(each: ps_dist.TorchCollectives) -> None:
     """What the program takes tensors to be, while it connects and later, changes nothing."""
     torch.set_default_dtype(torch.bfloat16)

@@ -55,6 +55,12 @@ def test_two_copies_of_two_shards(four: Crew, numel: int, pieces: int, kind: str
     four.run(cases.scalars, replicate=2)
 
 
+@WAYS
+def test_buffers_made_in_inference_mode(two: Crew, four: Crew, way: Way) -> None:
+    two.run(cases.in_inference_mode, **way)
+    four.run(cases.in_inference_mode, replicate=2, **way)
+
+
 @given(
     numel=st.integers(1, 700),
     pieces=st.integers(1, 9),

@@ -193,7 +193,8 @@ class TorchCollectives:
         def make(session: CollectiveSession) -> None:
             exchange = partial(session.exchange, what="making common memory")
             given_up, limit_s = lambda: self._thread.error is not None, self._groups.timeout_s
-            found.append(make_common_memory(exchange, self.rank, self.ranks, size_bytes, given_up, limit_s))
+            with torch.inference_mode(False):  # other threads write to it outside of inference mode
+                found.append(make_common_memory(exchange, self.rank, self.ranks, size_bytes, given_up, limit_s))
 
         self.start(make).wait()
         return found[0]

@@ -154,7 +154,7 @@ class CommThread:
         """Wait for the thread's end after a `close` that returned False, once its connections are cut."""
         self._thread.join(_CUT_END_S)
 
-    @torch.no_grad()
+    @torch.inference_mode()  # else PyTorch writes to no tensor that was made in inference mode
     def _run(self) -> None:
         while (pending := self._next()) is not None:
             if pending.done:
