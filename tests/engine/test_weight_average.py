@@ -97,6 +97,28 @@ def test_in_16_bits_it_averages_masters_and_gives_them_back_unrounded() -> None:
     release(model)
 
 
+def test_updates_and_evaluations_in_inference_mode() -> None:
+    averages = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        model, optimizer = managed(Net(), "bf16")
+        average = WeightAverage(model, DECAY)
+        for index in range(4):
+            step(model, optimizer)
+            with torch.no_grad() if index % 2 else mode():
+                average.update()
+            with mode(), average.applied():
+                model(X)
+        with mode():
+            state = average.state_dict()
+            average.load_state_dict(state)
+        step(model, optimizer)
+        average.update()
+        averages.append(average.state_dict()["averages"])
+        release(model)
+    one, other = averages
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_an_average_goes_on_from_its_state() -> None:
     model, optimizer = managed(Net())
     whole, first = WeightAverage(model, DECAY), WeightAverage(model, DECAY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import nn
@@ -15,6 +15,13 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._support.interrupts import defer_interrupts_installing
+
+P = ParamSpec("P")
+
+
+def _outside_of_inference_mode(function: Callable[P, None]) -> Callable[P, None]:
+    """Leave inference mode for a call: later updates write to the averages that it makes."""
+    return torch.inference_mode(mode=False)(torch.no_grad()(function))
 
 
 class WeightAverage:
@@ -45,6 +52,7 @@ class WeightAverage:
         return self._hooks.engine
 
     @defer_interrupts_installing
+    @_outside_of_inference_mode
     def update(self) -> None:
         """Move every average towards its master by ``1 - decay``; a parameter's first update copies its master."""
         self._check_not_applied()
@@ -67,6 +75,7 @@ class WeightAverage:
         return _Applied(self)
 
     @defer_interrupts_installing
+    @_outside_of_inference_mode
     def _exchange(self, *, on: bool) -> None:
         if on:
             self._check_not_applied()
@@ -94,6 +103,7 @@ class WeightAverage:
         return {"updates": self.updates, "averages": averages}
 
     @defer_interrupts_installing
+    @_outside_of_inference_mode
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self._check_not_applied()
