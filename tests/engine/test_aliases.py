@@ -440,3 +440,34 @@ def test_parameters_of_recurrent_modules_and_of_meta_are_no_aliases() -> None:
             square(model, *rows(0)).backward()
         with chunked_model(build()) as (model, _):
             square(model, *rows(0)).backward()
+
+
+def changed_by_a_view(weight: Tensor) -> None:
+    """Change a weight as `nn.init.orthogonal_` does: through a view, then by its own name."""
+    with torch.no_grad():
+        weight.view(-1).copy_(torch.linspace(-1, 1, weight.numel()))
+        weight.mul_(0.5)
+
+
+@EACH_PLACE
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_remedy_works_after_a_change_by_a_view_and_by_name(
+    device: str, budget: dict[str, Any], precision: str
+) -> None:
+    """The change by name is refused; the one before it is not refused a second time, where the remedy is followed."""
+    results = []
+    for refused in (False, True):
+        model, optimizer = chunked(
+            linears(), AdamW(lr=1e-2), device=device, budget=Budget(**budget), precision=precision
+        )
+        train(model, optimizer, 2)
+        if refused:
+            with pytest.raises(UnsupportedParameter, match=r"mul_ would change '1\.weight'"):
+                changed_by_a_view(model[1].weight)
+        with materialized(model, ["1.weight"], write=True):
+            changed_by_a_view(model[1].weight)
+        losses = train(model, optimizer)
+        results.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
+        release(model)
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())

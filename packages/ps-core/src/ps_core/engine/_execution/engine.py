@@ -175,6 +175,7 @@ class Engine:
             with self.passes.nonmodel.paused():
                 if self.state_dicts.load(record, args[1]):
                     return record.parameter
+        self.access.undo_change(record)
         raise changed_in_place(record, by=getattr(function, "__name__", str(function)))
 
     def detached(self, record: ParamState) -> torch.Tensor | None:

@@ -128,15 +128,16 @@ class ParameterAccess:
         with torch._C.DisableTorchFunctionSubclass():
             changed = [r for r in records if r.bound is not None and r.parameter._version != r.counted_version]
         for record in changed:
-            self._refuse_change(record)
+            self.undo_change(record)
+            raise changed_in_place(record)
 
     @hidden_from_modes
-    def _refuse_change(self, record: ParamState) -> None:
-        record.counted_version = version_of(record.parameter)
-        if record.bound is not None:
+    def undo_change(self, record: ParamState) -> None:
+        """Undo a change in place that the engine did not make, if there is one."""
+        if record.bound is not None and version_of(record.parameter) != record.counted_version:
+            record.counted_version = version_of(record.parameter)
             self._residency.undo_changes(record, record.bound.slot)
-        record.group.forget_moment()
-        raise changed_in_place(record)
+            record.group.forget_moment()
 
     # Backward (`_parameters.saved_tensors.Fetcher`).
 
