@@ -366,16 +366,21 @@ def profiled_twice() -> None:
         train(model, optimizer)
 
 
-@case("that gradient was stepped or forgotten; read parameter.grad again", "{} on the gradient of {}: {}")
+@case(
+    "that gradient was stepped or forgotten; read parameter.grad again, or keep a clone() of it before the step",
+    "{} on the gradient of {}: {}",
+)
 def an_old_gradient() -> None:
     model, optimizer = made()
     backward(model)
     old = model[0].weight.grad
+    kept = old.clone()
     optimizer.step()
     optimizer.zero_grad()
     backward(model)
     with refused("an operation on the gradient of {}: that gradient was stepped or forgotten"):
         old.norm()
+    assert kept.norm() > 0
     assert model[0].weight.grad.norm() > 0
 
 

@@ -190,7 +190,9 @@ def test_a_gradient_of_before_the_step_says_so() -> None:
     optimizer.step()
     for use in (torch.norm, torch.clone, lambda g: g.mul_(2.0), lambda g: g.add_(1.0)):
         for stale in (grad, view):
-            with pytest.raises(InvalidInput, match=r"was stepped or forgotten; read parameter\.grad again"):
+            with pytest.raises(
+                InvalidInput, match=r"was stepped or forgotten; read parameter\.grad again, or keep a clone\(\)"
+            ):
                 use(stale)
     release(model)
 

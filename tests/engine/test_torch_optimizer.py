@@ -425,8 +425,11 @@ class Reserved(FiveStates):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (TorchOptimizer(torch.optim.LBFGS), "could not be stepped with a dense gradient and no closure: .*closure"),
-        (TorchOptimizer(torch.optim.SparseAdam), "SparseAdam does not support dense gradients"),
+        (TorchOptimizer(torch.optim.LBFGS), "could not be .* no closure: .*closure.*; use a class that needs only"),
+        (
+            TorchOptimizer(torch.optim.SparseAdam),
+            "SparseAdam does not support dense gradients.*; use a class that needs only",
+        ),
         (TorchOptimizer(torch.optim.RMSprop, rate=1), "RMSprop could not be made: .* unexpected keyword .*'rate'"),
         (TorchOptimizer(torch.optim.RMSprop, lr=-1.0), "RMSprop could not be made: Invalid learning rate: -1.0"),
         (TorchOptimizer(nn.Linear), "expects a subclass of torch.optim.Optimizer, found torch.nn.*Linear"),

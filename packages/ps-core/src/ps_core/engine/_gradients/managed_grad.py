@@ -118,7 +118,11 @@ class ManagedGrad(torch.Tensor):
     def check_current(self) -> None:
         """Raise `InvalidInput` if the parameter does not have this gradient any more."""
         if getattr(self._record, "grad_proxy", self.root) is not self.root:
-            self.refuse("an operation", "that gradient was stepped or forgotten; read parameter.grad again")
+            self.refuse(
+                "an operation",
+                "that gradient was stepped or forgotten; read parameter.grad again, "
+                "or keep a clone() of it before the step",
+            )
 
     def base(self) -> torch.Tensor:
         """Copy all of the gradient, in the type that [Note: in which type] says for changes in place."""

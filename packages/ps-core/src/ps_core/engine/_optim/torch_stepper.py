@@ -110,7 +110,8 @@ class TorchStepper:
 
     def _try(self) -> None:
         """Step a matrix in pieces, or else whole; raise `InvalidInput` unless one is what the class itself does."""
-        steps = self._call("stepped with a dense gradient and no closure", lambda: list(self._steps()))
+        ending = "; use a class that needs only a dense gradient, as torch.optim.AdamW"
+        steps = self._call("stepped with a dense gradient and no closure", lambda: list(self._steps()), ending)
         self._sort(steps[0][1])
         if self.whole or not self._same(steps):
             self.whole = True
@@ -174,13 +175,13 @@ class TorchStepper:
             "from, as RMSprop's is, or keep this one for a model that fits without chunked()"
         )
 
-    def _call(self, what: str, function: Any) -> Any:
+    def _call(self, what: str, function: Any, ending: str = "") -> Any:
         try:
             return function()
         except InvalidInput:
             raise
         except Exception as error:  # a class that is not ours may raise anything
-            raise InvalidInput(f"{self.name} could not be {what}: {error}") from error
+            raise InvalidInput(f"{self.name} could not be {what}: {error}{ending}") from error
 
     def _optimizer(self, parameter: torch.Tensor, values: Scalars) -> torch.optim.Optimizer:
         """Make torch's optimizer of one tensor, with these settings."""
