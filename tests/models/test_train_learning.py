@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import ps_kernels
-from _trainer import TINY, data, rows
+from _trainer import TINY, data, rows, train
 from ps_core.engine import ChunkedOptimizer
 from ps_models import build
 from ps_models.train import TrainOptions, _loop, main
@@ -115,3 +116,21 @@ def test_the_losses_are_those_of_plain_pytorch(device: str, words: tuple[str, ..
     others = {"no momentum": {"betas": (0.0, options.beta2)}, "no variance": {"betas": (options.beta1, 0.0)}}
     for numbers in others.values():
         assert max(abs(a - b) for a, b in zip(found, plain(options, **numbers), strict=True)) > 1e-3
+
+
+def test_garbage_collections_leave_out_what_was_there_before_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = []
+    run = _loop.Loop.run
+
+    def watched(self: _loop.Loop, asked: Any) -> None:
+        frozen.append(gc.get_freeze_count())
+        run(self, asked)
+
+    monkeypatch.setattr(_loop.Loop, "run", watched)
+    before = gc.get_freeze_count()
+    assert train(tmp_path / "run", "--steps", 1) == 0
+    assert len(frozen) == 1
+    assert frozen[0] > before
+    assert bool(gc.get_freeze_count()) is bool(before)

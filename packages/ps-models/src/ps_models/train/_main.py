@@ -18,7 +18,7 @@ from ps_models.train._data import Corpus, corpus
 from ps_models.train._error_hints import hint_for, in_options
 from ps_models.train._export import export
 from ps_models.train._loggers import check_installed, loggers
-from ps_models.train._loop import Loop, ManagedModel
+from ps_models.train._loop import Loop, ManagedModel, short_collections
 from ps_models.train._options import COMMAND, TrainOptions
 from ps_models.train._pictures import draw
 from ps_models.train._ranks import StopCheck, join_ranks
@@ -90,7 +90,8 @@ def train(options: TrainOptions) -> int:
             loop.say(f"{options.out}: step {loop.step} of {options.steps} is done; {rest}")
         before, started = loop.step, time.perf_counter()
         halt = StopCheck(stop, ranks)
-        loop.run(halt)
+        with short_collections():
+            loop.run(halt)
         if loop.not_finite:
             if ranks.leads and (drawn := draw(folder.path, found.name, loop.memory)):
                 loop.say(drawn)

@@ -217,6 +217,11 @@ class ParamState:
         count_updates([self])
         self.group.forget_moment()
 
+    def note_raised(self, before: int) -> None:
+        """Note the parameter's version, which was raised by one, and by more if another parameter shares it."""
+        self.counted_version = self.parameter._version
+        self.own_version = self.counted_version == before + 1
+
     def mark_discarded(self) -> None:
         """Forget the gradient; if it was in the weight slot, the weight must be rebuilt next."""
         try:
@@ -270,8 +275,7 @@ def find_shared_versions(records: Collection[ParamState]) -> None:
         before = [record.parameter._version for record in records]
         torch._C._increment_version([record.parameter for record in records])
         for record, version in zip(records, before, strict=True):
-            record.counted_version = record.parameter._version
-            record.own_version = record.counted_version == version + 1
+            record.note_raised(version)
 
 
 @dataclass(frozen=True, slots=True)
