@@ -168,8 +168,31 @@ def test_without_training_only_weights_count():
     assert whole.needed_bytes == 2 * 192 + 1000
 
 
+def test_non_model_bytes_need_no_alignment_so_the_bound_is_kept_to_the_byte():
+    """Non-model data ends where the compute tier ends, on no boundary, so bytes beyond the last one count too."""
+    program = small(training=False)
+    _, whole = lower_bounds(program, TIERS[:1])
+    assert whole.needed_bytes % 128
+    enough = (Tier("device", whole.needed_bytes),)
+    check_fits(program, enough)
+    verify(program, tight_plan(program, enough))
+    with pytest.raises(DoesNotFit, match=r"needs 1,384 bytes at 'fb', more than the 1,383 bytes it has"):
+        check_fits(program, (Tier("device", whole.needed_bytes - 1),))
+
+
+@given(programs(most_ranks=1), st.sampled_from(TIER_STACKS), st.integers(0, 100), st.integers(0, 255))
+def test_what_has_a_plan_is_not_proven_impossible(program, stack, split, odd):
+    first, *others = budgets(program, stack, 0, split)
+    tiers = (Tier(first.name, max(0, first.capacity_bytes + odd - 128)), *others)
+    try:
+        verify(program, tight_plan(program, tiers))
+    except DoesNotFit:
+        return
+    check_fits(program, tiers)
+
+
 def test_a_refusal_says_where_when_and_how_much():
-    with pytest.raises(DoesNotFit, match=r"device needs 2,128 bytes at 'bb', more than the 2,048") as caught:
+    with pytest.raises(DoesNotFit, match=r"device needs 2,128 bytes at 'bb', more than the 2,100") as caught:
         check_fits(small(), (Tier("device", 2100), Tier("host", 1 << 20)))
     assert (caught.value.tier, caught.value.remedies) == ("device", ())
 

@@ -55,9 +55,10 @@ class Need:
 def lower_bounds(program: Program, tiers: tuple[Tier, ...]) -> tuple[Need, ...]:
     """Return the greatest need of the compute tier, of the whole hierarchy, and of a step."""
     compute, whole = _peaks(program)
-    total = sum(tier.capacity_bytes & -128 for tier in tiers)
+    first = tiers[0].capacity_bytes  # its last bytes are non-model data, which need no alignment
+    total = first + sum(tier.capacity_bytes & -128 for tier in tiers[1:])
     needs = [
-        Need(tiers[0].name, compute[0], compute[1], tiers[0].capacity_bytes & -128),
+        Need(tiers[0].name, compute[0], compute[1], first),
         Need(ALL_TIERS, whole[0], whole[1], total),
     ]
     update = _update_bytes(program)
