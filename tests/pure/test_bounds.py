@@ -117,15 +117,16 @@ def test_tight_plans_of_many_random_programs():
         verify(program, tight_plan(program, tiers))
 
 
-def small(ranks=1, **options):
+def small(ranks=1, nonmodel_bytes=(100, 1000, 2000, 50), **options):
+    fa, fb, bb, ba = nonmodel_bytes
     trace = Trace(
         model="two layers",
         tensors=(Tensor(name="a", numel=128), Tensor(name="b", numel=64)),
         moments=(
-            Moment(name="fa", phase=F, reads=(0,), makes=(0,), nonmodel_bytes=100),
-            Moment(name="fb", phase=F, reads=(1,), nonmodel_bytes=1000),
-            Moment(name="bb", phase=B, reads=(1,), grads=(1,), nonmodel_bytes=2000),
-            Moment(name="ba", phase=B, reads=(0,), grads=(0,), takes=(0,), nonmodel_bytes=50),
+            Moment(name="fa", phase=F, reads=(0,), makes=(0,), nonmodel_bytes=fa),
+            Moment(name="fb", phase=F, reads=(1,), nonmodel_bytes=fb),
+            Moment(name="bb", phase=B, reads=(1,), grads=(1,), nonmodel_bytes=bb),
+            Moment(name="ba", phase=B, reads=(0,), grads=(0,), takes=(0,), nonmodel_bytes=ba),
         ),
         activations=(Activation(name="x", bytes=300),),
     )
@@ -145,10 +146,21 @@ def test_the_bounds_of_a_small_program_by_hand():
 
 def test_the_bounds_with_two_processes_count_gathering_and_scattering():
     compute, whole, _ = lower_bounds(small(ranks=2), TIERS)
-    full, wire, shard = 2 * 128, 2 * 128, 128
-    assert (compute.moment, compute.needed_bytes) == ("bb", 2000 + full + wire + shard)
-    home = 14 * (64 + 64)
-    assert (whole.moment, whole.needed_bytes) == ("bb", home + 384 + full + wire + 2000)
+    full, wire, shard, home = 2 * 128, 2 * 128, 128, 14 * (64 + 64)
+    assert (compute.moment, compute.needed_bytes) == ("bb", 2000 + full)
+    assert (whole.moment, whole.needed_bytes) == ("bb", home + 384 + full + 2000)
+    scattering = small(ranks=2, nonmodel_bytes=(0, 0, 50, 50))
+    compute, whole, _ = lower_bounds(scattering, TIERS)
+    assert (compute.moment, compute.needed_bytes) == ("bb", 50 + full + wire + shard)
+    assert (whole.moment, whole.needed_bytes) == ("bb", home + 384 + full + wire + 50)
+
+
+def test_sums_begin_when_non_model_bytes_of_their_moment_are_gone():
+    """The last sum comes after the last moment; it and the moment's bytes share memory, so neither needs both."""
+    program = small(ranks=2, nonmodel_bytes=(0, 0, 0, 5000))
+    compute = lower_bounds(program, TIERS)[0]
+    assert (compute.moment, compute.needed_bytes) == ("ba", 5000 + 384 + 256)
+    verify(program, tight_plan(program, (Tier("device", 5640 + 128), Tier("host", 8192))))
 
 
 def test_the_bounds_with_accumulation_count_the_gradient_on_its_way():
@@ -180,7 +192,7 @@ def test_non_model_bytes_need_no_alignment_so_the_bound_is_kept_to_the_byte():
         check_fits(program, (Tier("device", whole.needed_bytes - 1),))
 
 
-@given(programs(most_ranks=1), st.sampled_from(TIER_STACKS), st.integers(0, 100), st.integers(0, 255))
+@given(programs(), st.sampled_from(TIER_STACKS), st.integers(0, 100), st.integers(0, 255))
 def test_what_has_a_plan_is_not_proven_impossible(program, stack, split, odd):
     first, *others = budgets(program, stack, 0, split)
     tiers = (Tier(first.name, max(0, first.capacity_bytes + odd - 128)), *others)

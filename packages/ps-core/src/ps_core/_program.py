@@ -288,6 +288,11 @@ class Program:
             return tuple(visit for visit in self.visits if visit.phase is Phase.FORWARD)
         return ()
 
+    def nonmodel_between(self, index: int) -> int:
+        """Return the non-model bytes between a moment of a micro-batch and the next one; 0 after the last."""
+        counts = [visit.nonmodel_bytes for visit in self.visits[index : index + 2]]
+        return min(counts) if len(counts) == 2 else 0
+
     def uses(self, segment: SegmentName, visit: Visit) -> tuple[Use, ...]:
         """Return the extents that a moment needs on the compute tier, and how it uses each."""
         return self._micro_uses[visit.index] if segment.is_micro else self._eval_uses[visit.index]

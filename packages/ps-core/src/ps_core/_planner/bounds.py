@@ -2,7 +2,8 @@
 
 [Note: the lower bound]
 The compute tier needs a moment's non-model bytes and the extents that the moment uses. It needs gathered groups and
-incomplete gradients, which have no home. Where gradients are complete it needs what the largest reduce-scatter uses.
+incomplete gradients, which have no home. Where gradients are complete it needs what each reduce-scatter uses, beside
+the non-model bytes that stay until the next moment.
 All tiers together need every extent with a home, all others that are alive, and the non-model bytes. Some tier with a
 processor needs a group's step, its accumulation, the rebuilding of its weight.
 
@@ -12,13 +13,14 @@ be found.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from ps_core._errors import DoesNotFit
 from ps_core._extents import Extent, Kind, SegmentName
 from ps_core._plan import Tier
-from ps_core._program import Program, Visit
+from ps_core._program import Program
 
 ALL_TIERS = "all tiers together"
 """The name of all tiers together in `DoesNotFit`."""
@@ -105,42 +107,55 @@ def _accumulated(program: Program) -> list[int]:
     return [group for group in program.stepped if not program.overwritten(group)]
 
 
+def in_order_of_sums(program: Program, groups: Iterable[int]) -> list[int]:
+    """Return groups whose gradients are complete at once, in the order in which their sums need least memory.
+
+    Each sum frees its source. So those that need least besides it come first.
+    """
+    return sorted(groups, key=lambda group: sum(map(program.bytes_of, _beside_source(program, group))))
+
+
+def _beside_source(program: Program, group: int) -> tuple[Extent, Extent]:
+    """Return what a reduce-scatter needs besides its source: scratch memory, and where the sum goes."""
+    landing = program.weight_of(group) if program.overwritten(group) else Kind.RGRAD
+    return Extent(Kind.WIRE, group), Extent(landing, group)
+
+
 def _peaks(program: Program) -> tuple[tuple[str, int], tuple[str, int]]:
     segment = SegmentName.MICRO_LAST if program.training else SegmentName.EVAL
     homes = home_bytes(program)
     compute, whole = ("between segments", 0), ("between segments", homes)
-    for visit, fixed, loose_bytes in _alive(program, segment):
-        pinned = {use.extent for use in program.uses(segment, visit)} | fixed
-        here = visit.nonmodel_bytes + sum(map(program.bytes_of, pinned))
-        every = visit.nonmodel_bytes + homes + loose_bytes
-        compute = max(compute, (visit.name, here), key=lambda pair: pair[1])
-        whole = max(whole, (visit.name, every), key=lambda pair: pair[1])
+    for name, nonmodel_bytes, pinned, stored_bytes in _needs(program, segment):
+        homeless = sum(program.bytes_of(extent) for extent in pinned if extent.kind in _HOMELESS)
+        here = nonmodel_bytes + sum(map(program.bytes_of, pinned))
+        compute = max(compute, (name, here), key=lambda pair: pair[1])
+        whole = max(whole, (name, nonmodel_bytes + homes + homeless + stored_bytes), key=lambda pair: pair[1])
     return compute, whole
 
 
-def _alive(program: Program, segment: SegmentName) -> Iterator[tuple[Visit, set[Extent], int]]:
-    """Yield each moment's homeless extents that must be on the compute tier, and all homeless bytes that are alive.
+_HOMELESS = (Kind.FULL, Kind.GRAD, Kind.RGRAD, Kind.WIRE)
+"""Kinds without a home, activations apart."""
 
-    A weight shard that receives a reduce-scatter's result is pinned too, but has a home.
+
+def _needs(program: Program, segment: SegmentName) -> Iterator[tuple[str, int, set[Extent], int]]:
+    """Yield what must be on the compute tier at each moment, and at each sum over processes behind it.
+
+    That is non-model bytes and extents; the last number is the bytes of all activations that are alive.
     """
+    visits = program.segment_visits(segment)
     stored_bytes = 0
     partial: set[Extent] = set()
-    for visit in program.segment_visits(segment):
+    for visit, following in zip_longest(visits, visits[1:]):
         stored_bytes += sum(program.bytes_of(Extent(Kind.ACT, index)) for index in visit.makes)
         apart = [group for group in visit.grads if program.sharded or not program.overwritten(group)]
         partial |= {Extent(program.gradient_of(group), group) for group in apart}
-        uses = {use.extent for use in program.uses(segment, visit)}
-        homeless = partial | {extent for extent in uses if extent.kind is Kind.FULL}
-        complete = program.completions[visit.index] if program.training else ()
-        scratch, landing = set[Extent](), set[Extent]()
-        if program.sharded and complete:
-            largest = max(complete, key=lambda group: program.layout.groups[group].shard_numel)
-            scratch |= {Extent(Kind.WIRE, largest)}
-            overwritten = program.overwritten(largest)
-            scratch |= set() if overwritten else {Extent(Kind.RGRAD, largest)}
-            landing = {Extent(program.weight_of(largest), largest)} if overwritten else set()
-        fixed = homeless | scratch
-        yield visit, fixed | landing, stored_bytes + sum(map(program.bytes_of, fixed - landing))
-        partial -= {Extent(program.gradient_of(group), group) for group in complete}
+        used = {use.extent for use in program.uses(segment, visit)}
+        yield visit.name, visit.nonmodel_bytes, used | partial, stored_bytes
         dead = (index for index in visit.takes if program.last_takes[index] == visit.index)
         stored_bytes -= sum(program.bytes_of(Extent(Kind.ACT, index)) for index in dead)
+        between = program.nonmodel_between(visit.index)
+        held = {Extent(program.compute_weight_of(group), group) for group in following.holds} if following else set()
+        for group in in_order_of_sums(program, program.completions[visit.index] if program.training else ()):
+            if program.sharded:
+                yield visit.name, between, {*partial, *held, *_beside_source(program, group)}, stored_bytes
+            partial.discard(Extent(program.gradient_of(group), group))

@@ -32,6 +32,7 @@ from ps_core._plan import (
     worker,
 )
 from ps_core._planner.arrangement import Arrangement, Victims, failure
+from ps_core._planner.bounds import in_order_of_sums
 from ps_core._program import Program, Visit
 
 
@@ -130,10 +131,12 @@ class _Chain(Arrangement):
         for use in uses:
             self.versions[use.extent] = use.after
         self.fixed = self.holds.into(visit.index + 1)
-        if self.segment.is_micro:
-            for group in self.program.completions[visit.index]:
-                self._complete(group)
         self._drop(visit, [use.extent for use in uses])
+        if self.segment.is_micro:
+            self.nonmodel_bytes = self.program.nonmodel_between(visit.index)
+            self.pins = self._half_way() | self.fixed
+            for group in in_order_of_sums(self.program, self.program.completions[visit.index]):
+                self._complete(group)
 
     def _here(self, extent: Extent) -> bool:
         return extent in self.seats and self.seats[extent].tier == 0
