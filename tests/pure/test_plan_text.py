@@ -11,7 +11,7 @@ import pytest
 from _plans import ORIGINS, random_plan
 from ps_core._errors import InvalidInput, PlanMismatch
 from ps_core._layout import lay_out
-from ps_core._plan import Tier
+from ps_core._plan import Plan, Tier
 from ps_core._plan_text import FORMAT, plan_from_text, plan_to_text
 from ps_core._planner.search import Setup, adopted, find_plan
 from ps_core._simulate.machine import machine
@@ -58,3 +58,11 @@ def test_a_plan_from_elsewhere_is_verified():
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(InvalidInput, match="not a plan: expected a JSON object with format"):
         plan_from_text(text)
+
+
+@pytest.mark.parametrize("number", ["384.0", "3e2", "NaN", "Infinity"])
+def test_a_number_that_is_not_whole_is_refused(number):
+    """All numbers of a plan count something; Python would compare 384.0 as 384, and fail to address memory by it."""
+    plan = Plan(tiers=(Tier("device", 1024), Tier("host", 77777)), home=(), segments=())
+    with pytest.raises(InvalidInput, match=f"not a plan: .* whole number, found {number}"):
+        plan_from_text(plan_to_text(plan).replace("77777", number))

@@ -34,7 +34,7 @@ def plan_to_text(plan: Plan) -> str:
 def plan_from_text(text: str) -> Plan:
     """Read a plan; raise `InvalidInput` where the text is none."""
     try:
-        data: Any = json.loads(text)
+        data: Any = json.loads(text, parse_float=_refuse_number, parse_constant=_refuse_number)
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']!r}")
         return Plan(
@@ -50,6 +50,10 @@ def plan_from_text(text: str) -> Plan:
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidInput(f"not a plan: expected a JSON object with format {FORMAT!r}; {error}") from error
+
+
+def _refuse_number(digits: str) -> None:
+    raise ValueError(f"each number must be a whole number, found {digits}")
 
 
 def _written(op: Op) -> list[Any]:
