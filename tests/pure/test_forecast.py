@@ -190,6 +190,17 @@ def test_the_promise_is_kept(subject: Subject) -> None:
     assert min(-need.missing_bytes for need in bounds(subject, training(device=24 * MIB, host=0))) < 0
 
 
+def test_nothing_is_promised_where_a_tier_on_the_way_to_the_disk_is_too_small() -> None:
+    """Memory may be enough in all, and yet nothing can pass through a host that has none left."""
+    said = {}
+    for host in (1, 2, 4, 8, 16, 32):
+        case = training(device=40 * MIB, host=host * MIB, disk=1024 * MIB)
+        said[host] = surely_fits(MODEL, case)
+        if said[host]:
+            forecast(MODEL, case)
+    assert (said[1], said[32]) == (None, True)
+
+
 def test_typical_sizes_of_no_tensors() -> None:
     empty = Trace(model="nothing", tensors=(), moments=())
     assert surely_fits(empty, training())

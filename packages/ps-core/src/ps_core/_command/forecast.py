@@ -301,8 +301,10 @@ def surely_fits(subject: Subject, training: Training) -> bool | None:
     whole, *more = others
     slack = largest_extent_bytes(_bound_program(subject, training)) + ALIGNMENT_BYTES
     step = [-need.missing_bytes for need in more]
-    roomy = -compute.missing_bytes >= slack and -whole.missing_bytes >= slack * len(training.cluster.tiers())
-    return True if roomy and min(step, default=slack) >= slack else None
+    table, tiers = table_of(subject, training), training.cluster.tiers()
+    lower = [tier.capacity_bytes for tier in (table.left(tiers) if table is not None else tiers)[1:]]
+    roomy = -compute.missing_bytes >= slack and -whole.missing_bytes >= slack * len(tiers)
+    return True if roomy and min((*lower, *step), default=slack) >= slack else None
 
 
 def model_of(subject: Subject, training: Training) -> Subject:
