@@ -64,7 +64,7 @@ class FollowingDriver:
         """``learning``: by group, the parameters whose gradients the collectives sum."""
         self._collectives, self._staged = deque(left.collectives), left.staged
         self._learning = learning
-        self._shards, self._sums, self._counters = residency, gradients, counters
+        self._residency, self._gradients, self._counters = residency, gradients, counters
         self._store = residency.store
         self._queue = left.queue
         self._fetched = {group: None for group in residency.groups if 0 in group.weight_chunk.copies}
@@ -78,7 +78,7 @@ class FollowingDriver:
         self._needed = set(groups)
         while self._is_half_full() and (self._drop_one() or self._move_down(final=True)):
             pass
-        self._shards.release_unaliased()
+        self._residency.release_unaliased()
         for group in groups:
             if group.weight_chunk.newest(0) is None:
                 self._bring(group)
@@ -100,7 +100,7 @@ class FollowingDriver:
         self._counters.fetched(early=False)
         if group.weight_chunk.newest(0) is None:
             slot, whole = self._buffer(group)
-            self._shards.ask_for(group, whole)
+            self._residency.ask_for(group, whole)
             group.weight_chunk.fill(slot)
 
     def _run_next(self) -> None:
@@ -116,18 +116,18 @@ class FollowingDriver:
 
     def _gather(self, group: ParamGroup) -> None:
         if group.common is not None:
-            self._queue.wait_for_common(group, self._shards.map_common(group)).wait()
+            self._queue.wait_for_common(group, self._residency.map_common(group)).wait()
             if group.weight_chunk.newest(0) is None:
                 slot, _ = self._buffer(group)
                 group.weight_chunk.fill(slot)
                 self._fetched[group] = None
             return
-        own, lent = self._shards.shard_for_peers(group)
+        own, lent = self._residency.shard_for_peers(group)
         try:
             if group.weight_chunk.newest(0) is not None:  # the copy that is here may be in use
                 slot = self._take(group.weight_chunk.bytes, f"gather {group.name}")
                 self._queue.gather(group, own, slot.flat(group.dtype, group.chunk_numel)).wait()
-                self._shards.return_slot(slot)
+                self._residency.return_slot(slot)
             else:
                 slot, whole = self._buffer(group)
                 self._queue.gather(group, own, whole).wait()
@@ -135,12 +135,12 @@ class FollowingDriver:
                 self._fetched[group] = None
         finally:
             if lent is not None:
-                self._shards.return_slot(lent)
+                self._residency.return_slot(lent)
 
     def _buffer(self, group: ParamGroup) -> tuple[Slot, torch.Tensor]:
         if group.common is None:
             self._make_room(group.weight_chunk.bytes, f"gather {group.name}")
-        return self._shards.begin_gather(group)
+        return self._residency.begin_gather(group)
 
     # Gradients.
 
@@ -150,7 +150,7 @@ class FollowingDriver:
             raise sparse_gradient_error(record, gradient)
         group = record.group
         if group not in self._staged and (True, group) not in self._collectives:
-            self._sums.keep_left_over(record, gradient)
+            self._gradients.keep_left_over(record, gradient)
             return True
         if group not in self._staged:
             self._staged[group] = self._take_whole(group), []
@@ -163,7 +163,7 @@ class FollowingDriver:
             target.copy_(gradient)
             records.append(record)
         if record in self._learning.get(group, ()):
-            self._sums.mark_given(record)
+            self._gradients.mark_given(record)
         while self._collectives and self._may_run():
             self._run_next()
         return True
@@ -188,15 +188,15 @@ class FollowingDriver:
             self._queue.fill_gaps(group, records, whole)
             for record in records:
                 if record not in planned:  # it gives nothing to this sum, and is summed before the step
-                    self._sums.keep_left_over(record, record.shaped(whole))
+                    self._gradients.keep_left_over(record, record.shaped(whole))
                     whole[record.span].fill_(-0.0)
                     left.remove(record)
             take = partial(self._take, name=f"gradients of {group.name}")
-            self._queue.sum_now(self._sums, group, planned, whole, take)
+            self._queue.sum_now(self._gradients, group, planned, whole, take)
         except BaseException:  # where memory is short the sum is tried again
             self._staged[group] = slot, left
             raise
-        self._shards.return_slot(slot)
+        self._residency.return_slot(slot)
 
     def _take_staged(self, group: ParamGroup) -> tuple[Slot, list[ParamState]]:
         """Return a group's gradients, on the compute tier, with the parameters that have one."""
@@ -225,12 +225,12 @@ class FollowingDriver:
         return False
 
     def _move(self, source: Slot, target: Slot) -> None:
-        transfers = self._shards.transfers
+        transfers = self._residency.transfers
         transfers.finish(transfers.launch(source, target, min(source.bytes, target.bytes)))
         if source.tier:
             transfers.release_slot(source)
         else:
-            self._shards.return_slot(source)
+            self._residency.return_slot(source)
 
     # The end.
 
@@ -257,7 +257,7 @@ class FollowingDriver:
             what = "sum" if self._collectives[0][0] else "gather"
             reason = str(error).partition("\n")[0]
             raise DeviceOutOfMemory(
-                f"rank {self._shards.together.process}: memory is short for the {what} of "
+                f"rank {self._residency.together.process}: memory is short for the {what} of "
                 f"{self._collectives[0][1].name} ({reason}). This rank's pass has ended, but the other ranks wait for "
                 "that. Try: delete all that refers to the pass (its loss, outputs, a caught exception), and call "
                 "optimizer.zero_grad(), which runs the remaining collectives; if memory stays short, start anew with a "
@@ -266,14 +266,14 @@ class FollowingDriver:
         assert not self._staged, "gradients are only staged for a sum that is to come"
         for group in list(self._fetched):
             self._drop(group)
-        self._shards.release_unaliased()
+        self._residency.release_unaliased()
 
     # Memory.
 
     def _take(self, size: int, name: str) -> Slot:
         size = max(align_up(size), 128)
         self._make_room(size, name)
-        return self._shards.take_slot(size)
+        return self._residency.take_slot(size)
 
     def _take_whole(self, group: ParamGroup) -> Slot:
         """Return a slot for a group's gradients."""
@@ -286,7 +286,7 @@ class FollowingDriver:
             total = store.ledger.used_bytes[0] + size + nonmodel
             scattered = total <= store.tiers[0].capacity_bytes  # enough is free, but not side by side
             total = max(total, store.tiers[0].capacity_bytes + size)
-            raise compute_tier_too_small(store, self._shards.groups, name, total, nonmodel, proven=not scattered)
+            raise compute_tier_too_small(store, self._residency.groups, name, total, nonmodel, proven=not scattered)
 
     def _is_half_full(self) -> bool:
         """Return True if groups that the moment does not read should go: more non-model bytes may come in it."""
@@ -308,7 +308,7 @@ class FollowingDriver:
         return store.spare.has(size) or has_room(store, [size], nonmodel_bytes=store.ledger.nonmodel_bytes)
 
     def _drop(self, group: ParamGroup) -> None:
-        self._shards.evict(group)
+        self._residency.evict(group)
         self._fetched.pop(group, None)
         group.forget_moment()
 
@@ -318,23 +318,25 @@ class UnplannedDriver(FollowingDriver):
 
     follows_plan = False
 
-    def __init__(self, shards: ShardedResidency, sums: ShardedGradients, counters: Counters, *, training: bool) -> None:
+    def __init__(
+        self, residency: ShardedResidency, gradients: ShardedGradients, counters: Counters, *, training: bool
+    ) -> None:
         segment = SegmentName.MICRO_LAST if training else SegmentName.EVAL
         learning = {
             group: records
-            for group in (shards.groups if training else ())
+            for group in (residency.groups if training else ())
             if (records := [each for each in group.tensors if each.trainable and each.parameter.requires_grad])
         }
         sums_in_order = tuple((True, group) for group in reversed(list(learning)))
-        left = LeftOver(sums_in_order, {}, queue_for(segment, shards))
-        super().__init__(left, learning, shards, sums, counters)
+        left = LeftOver(sums_in_order, {}, queue_for(segment, residency))
+        super().__init__(left, learning, residency, gradients, counters)
 
 
 class ReadingDriver(UnplannedDriver):
     """Drives a pass that begins outside of every module; see [Note: weights that one rank reads]."""
 
     def __init__(
-        self, shards: ShardedResidency, sums: ShardedGradients, counters: Counters, for_rest: DriverForRest
+        self, residency: ShardedResidency, gradients: ShardedGradients, counters: Counters, for_rest: DriverForRest
     ) -> None:
-        super().__init__(shards, sums, counters, training=False)
+        super().__init__(residency, gradients, counters, training=False)
         self.for_rest = for_rest

@@ -28,27 +28,27 @@ class LeftOverSums:
     """What the ranks tell each other before a step besides what it goes by."""
 
     def __init__(self, residency: ShardedResidency, gradients: ShardedGradients) -> None:
-        self._shards, self._sums = residency, gradients
+        self._residency, self._gradients = residency, gradients
         self._queue = CollectiveQueue(residency, "a step")
 
     def before_step(
         self, records: Sequence[ParamState], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
     ) -> None:
         """Raise `RanksDiverged` unless all ranks take the same step; then complete the gradients for it."""
-        rows = self._sums.alike.compare_step(records, settings_of, max_norm, loss_scale, self._told(records))
+        rows = self._gradients.alike.compare_step(records, settings_of, max_norm, loss_scale, self._told(records))
         self._complete(records, rows)
 
     def before_read(self, records: Sequence[ParamState]) -> None:
         """Complete the gradients of the passes so far, before the user reads one, as every rank does."""
-        if not self._sums.complete:
-            rows = self._shards.together.all_values(self._told(records), "gradients, before one is read")
+        if not self._gradients.complete:
+            rows = self._residency.together.all_values(self._told(records), "gradients, before one is read")
             self._complete(records, rows)
 
     def _told(self, records: Sequence[ParamState]) -> list[float]:
         """Return whether this rank has anything left over, and the bits of the gradients that it gave."""
-        given = self._sums.given
+        given = self._gradients.given
         mask = [float(given >> start & (1 << _BITS) - 1) for start in range(0, len(records), _BITS)]
-        return [float(bool(self._sums.left_over)), *mask]
+        return [float(bool(self._gradients.left_over)), *mask]
 
     def _complete(self, records: Sequence[ParamState], rows: Sequence[Sequence[float]]) -> None:
         """Sum what is left over on any rank, and forget what none gave; ``rows``: what the ranks told."""
@@ -59,28 +59,30 @@ class LeftOverSums:
         if any(row[0] for row in rows):
             self._sum_left_over(records)
         self._forget_what_nobody_gave(records, given)
-        self._sums.mark_complete()
+        self._gradients.mark_complete()
 
     def _sum_left_over(self, records: Sequence[ParamState]) -> None:
-        mine = [(number, record.index) for number, record in self._sums.left_over]
-        texts = exchange_texts(self._shards.together, json.dumps(mine), "gradients that the plan does not sum")
+        mine = [(number, record.index) for number, record in self._gradients.left_over]
+        texts = exchange_texts(self._residency.together, json.dumps(mine), "gradients that the plan does not sum")
         of = {record.index: record for record in records}
         keys = sorted({(number, of[index].group.index, index) for text in texts for number, index in json.loads(text)})
         for (number, group), rows in groupby(keys, key=lambda key: key[:2]):
             self._sum(number, group, [of[index] for _, _, index in rows])
-        self._sums.drop_left_over()
+        self._gradients.drop_left_over()
 
     def _sum(self, number: int, index: int, records: list[ParamState]) -> None:
         """Sum what a pass left over of one group."""
-        shards, sums, group = self._shards, self._sums, self._shards.groups[index]
-        slot = shards.take_slot(group.weight_chunk.bytes)
+        residency, gradients, group = self._residency, self._gradients, self._residency.groups[index]
+        slot = residency.take_slot(group.weight_chunk.bytes)
         whole = slot.flat(group.dtype, group.chunk_numel)
-        mine = {record: sums.left_over[number, record] for record in records if (number, record) in sums.left_over}
+        mine = {
+            record: gradients.left_over[number, record] for record in records if (number, record) in gradients.left_over
+        }
         self._queue.fill_gaps(group, mine, whole)
         for record, kept in mine.items():
             whole[record.span].copy_(kept.flat(record.dtype, record.numel))
-        self._queue.sum_now(sums, group, records, whole, shards.take_slot)
-        shards.return_slot(slot)
+        self._queue.sum_now(gradients, group, records, whole, residency.take_slot)
+        residency.return_slot(slot)
 
     def _forget_what_nobody_gave(self, records: Sequence[ParamState], given: int) -> None:
         """Forget sums of nothing: one process would not step these parameters."""
@@ -89,4 +91,4 @@ class LeftOverSums:
             record.mark_discarded()
         for group in dict.fromkeys(record.group for record in empty):
             if all(record.gradient is GradientPlace.NONE for record in group.tensors):
-                self._sums.restore_weights(group)
+                self._gradients.restore_weights(group)

@@ -72,6 +72,9 @@ def queue_for(segment: SegmentName, residency: ShardedResidency) -> CollectiveQu
 class RanksExecutor(InstructionExecutor):
     """Carries out the instructions of one segment together with the other ranks; see [Note: collectives of a plan]."""
 
+    _residency: ShardedResidency
+    _gradients: ShardedGradients
+
     def __init__(
         self,
         plan: EnginePlan,
@@ -81,7 +84,6 @@ class RanksExecutor(InstructionExecutor):
         counters: Counters,
     ) -> None:
         super().__init__(plan, segment, residency, gradients, counters)
-        self._shards, self._sums = residency, gradients
         self._queue = queue_for(segment.name, residency)
         self._under_way: deque[_UnderWay] = deque()
         self._submitted = 0
@@ -111,7 +113,7 @@ class RanksExecutor(InstructionExecutor):
         collective = isinstance(instr.op, Gather | ReduceScatter)
         if self._submitted and not collective:
             self._end_using(slots_of(instr.op), instr.queue)
-        with self._shards.moving:
+        with self._residency.moving:
             super().carry_out(instr)
         if self.waits is not None and instr.queue is Queue.COLL and not collective:
             self.waits.note_carried_out(instr)
@@ -153,11 +155,11 @@ class RanksExecutor(InstructionExecutor):
         if group not in self._plan.overwritten:
             super().place_gradient(record, gradient)
             record.staged_factor = None
-            self._sums.mark_given(record)
+            self._gradients.mark_given(record)
             return True
         if record.busy:
             raise Diverged(f"memory of {group.name} is wanted where the plan has its gradients")
-        self._sums.mark_given(record)
+        self._gradients.mark_given(record)
         slot, records = staged
         target = record.shaped(slot.memory.view(record.dtype))
         self._device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
@@ -185,12 +187,12 @@ class RanksExecutor(InstructionExecutor):
 
     def _gather_common(self, group: ParamGroup, instr: Instr, op: Gather) -> None:
         """Wait, with the other ranks, until a group is stepped that all compute from where it is."""
-        mapped = self._shards.map_common(group)
+        mapped = self._residency.map_common(group)
         if not any(slot is mapped for slot in self._slots.values()):  # else an earlier gather's use is not over
             if not self._residency.vacate(group, mapped):
                 raise Diverged(f"memory of {group.name} has live aliases")
             group.weight_chunk.invalidate(mapped)
-        self._shards.return_slot(self._slots[op.full])
+        self._residency.return_slot(self._slots[op.full])
         self._slots[op.full] = mapped
         self._note(op, self._queue.wait_for_common(group, mapped, instr, self._ready()))
 
@@ -212,10 +214,10 @@ class RanksExecutor(InstructionExecutor):
         if self._queue.fill_missing(group, records, whole) and self.waits is not None:
             self.waits.before_next([self._device.record(Queue.COMPUTE)])
         for record in self._plan.learning[group]:
-            self._sums.expect(record)
+            self._gradients.expect(record)
         if over:
-            self._sums.lose_weight(group)
-        into = self._slots[shard].flat(self._sums.dtype(group), group.shard_numel)
+            self._gradients.lose_weight(group)
+        into = self._slots[shard].flat(self._gradients.dtype(group), group.shard_numel)
         scratch_memory = self._slots[scratch].memory
         self._note(op, self._queue.sum(group, into, whole, scratch_memory, instr, self._ready()))
 
@@ -286,8 +288,8 @@ class RanksExecutor(InstructionExecutor):
         staged = self._hand_over_gradients()
         for group, (slot, records) in sums.items():
             if records:
-                self._sums.accept_sum(group, records, slot)
-        with self._shards.moving:
+                self._gradients.accept_sum(group, records, slot)
+        with self._residency.moving:
             self.abandon()
         return LeftOver(collectives_of(self._plan, self._segment)[self._submitted :], staged, self._queue)
 
@@ -301,11 +303,11 @@ class RanksExecutor(InstructionExecutor):
                 whole = slot.flat(group.dtype, group.chunk_numel)
                 rows = {record: record.shaped(whole).clone() for record in records}
                 if group.weight_chunk.copies.get(0) is slot:
-                    self._shards.evict(group)
+                    self._residency.evict(group)
                     gone.append(slot)  # kept for its next use, or until its aliases are gone
                 else:
                     slot.clear()
-                own = self._shards.take_slot(group.weight_chunk.bytes)
+                own = self._residency.take_slot(group.weight_chunk.bytes)
                 target = own.flat(group.dtype, group.chunk_numel)
                 for record, gradient in rows.items():
                     record.shaped(target).copy_(gradient)
@@ -320,7 +322,7 @@ class RanksExecutor(InstructionExecutor):
     def _copy(self, instr: Instr, op: Copy) -> None:
         super()._copy(instr, op)
         if self._segment.lends_homes and instr.queue in DISK_QUEUES:
-            self._shards.note_disk_move(op.extent.kind, instr.queue)
+            self._residency.note_disk_move(op.extent.kind, instr.queue)
 
     # Slots of the compute tier that are memory of their own.
 
@@ -328,7 +330,7 @@ class RanksExecutor(InstructionExecutor):
         if op.tier or self._store.arena.exists:
             super()._reserve(instr, op)
             return
-        self._slots[op.slot] = self._shards.take_slot(op.bytes)
+        self._slots[op.slot] = self._residency.take_slot(op.bytes)
         self._places[op.slot] = op.tier, op.offset
 
     def _release(self, instr: Instr, op: Release) -> None:
@@ -340,5 +342,5 @@ class RanksExecutor(InstructionExecutor):
             del self._slots[op.slot]  # a mapping that was gathered anew for a later moment
             return
         self._give_up(slot)
-        self._shards.return_slot(slot)
+        self._residency.return_slot(slot)
         del self._slots[op.slot]

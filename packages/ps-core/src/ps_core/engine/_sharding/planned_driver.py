@@ -24,41 +24,44 @@ from ps_core.engine._support.counters import Counters
 class RanksPlanDriver(PlanDriver):
     """Drives one rank's pass, or step, by one segment of the plan."""
 
+    _residency: ShardedResidency
+    _executor: RanksExecutor
+
     def __init__(
         self,
         plan: EnginePlan,
         segment: SegmentName,
-        shards: ShardedResidency,
-        sums: ShardedGradients,
+        residency: ShardedResidency,
+        gradients: ShardedGradients,
         counters: Counters,
         *,
         tracked: bool = False,
     ) -> None:
-        self._plan, self._shards, self._sums = plan, shards, sums
+        self._plan, self._gradients = plan, gradients
         self._touched: set[int] = set()
         """Groups that this rank used in forward."""
-        super().__init__(plan, segment, shards, sums, counters, tracked=tracked)
+        super().__init__(plan, segment, residency, gradients, counters, tracked=tracked)
         self._collectives = {instr.id: instr for instr in self._segment.by_queue[Queue.COLL]}
         """Instructions of the collective queue, by id."""
-        if self._ranks.waits is not None:
+        if self._executor.waits is not None:
             self._recorded -= self._collectives.keys()  # the other thread records events there
-            self._ranks.waits.before_next(shards.ordering.ready())
+            self._executor.waits.before_next(residency.ordering.ready())
 
     def _wait_for_others(self, instr: Instr) -> None:
         """Make the instruction's queue wait, without launching anything on the stream of collectives."""
-        if self._ranks.waits is None:
+        if self._executor.waits is None:
             super()._wait_for_others(instr)
             return
         waits = self._waits[instr.id]
         events = [self._events[wait] for wait in waits if wait not in self._collectives]
         if instr.queue is Queue.COLL:
-            self._ranks.waits.before_next(events)
+            self._executor.waits.before_next(events)
             return
         self._wait(instr.queue, events)
         if instr.queue in ORDERED_QUEUES:  # others work on memory that no collective uses
             for wait in waits:
                 if wait in self._collectives:
-                    self._ranks.delay_behind(self._collectives[wait], instr.queue)
+                    self._executor.delay_behind(self._collectives[wait], instr.queue)
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Begin the moment that the plan has for these, going through other ranks' moments before it."""
@@ -100,17 +103,16 @@ class RanksPlanDriver(PlanDriver):
             for moment in rest:
                 self._pass_over(moment.name)
         super().finish()
-        self._ranks.end_all()
+        self._executor.end_all()
 
     # Any: see `InstructionExecutor`.
     def _make_executor(self, *parts: Any) -> RanksExecutor:
-        self._ranks = RanksExecutor(*parts)
-        return self._ranks
+        return RanksExecutor(*parts)
 
     def abandon(self) -> PassDriver:
         """Leave the plan's moves; return what goes on with its collectives."""
         self._device.synchronize()
         if self._counters.recorder is not None:
             self._counters.recorder.leave_plan()
-        left = self._ranks.hand_over()
-        return FollowingDriver(left, self._plan.learning, self._shards, self._sums, self._counters)
+        left = self._executor.hand_over()
+        return FollowingDriver(left, self._plan.learning, self._residency, self._gradients, self._counters)

@@ -54,10 +54,10 @@ class RanksScheduler(PlanScheduler):
     ) -> None:
         assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
         assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
-        self._shards, self._sums, self._alike = engine.residency, engine.gradients, engine.gradients.alike
+        self._residency, self._gradients, self._alike = engine.residency, engine.gradients, engine.gradients.alike
         self._together = engine.residency.together
         super().__init__(engine, setup, model_name=model_name, options=options, cast=cast)
-        self._shards.serve()
+        self._residency.serve()
         self._calls = 0
         """Calls of the root module so far, counted for a model without an optimizer; the same on all ranks."""
         self._same_call: bool | None = None
@@ -65,12 +65,12 @@ class RanksScheduler(PlanScheduler):
 
     def _no_plan_yet(self, options: Options) -> RanksPlan:
         asking = RanksPlanRequest(self._engine, self._model_name, self._setup, options, self._together)
-        return RanksPlan(self._engine, asking, self._homes, self._others, self._say, self._shards)
+        return RanksPlan(self._engine, asking, self._homes, self._others, self._say, self._residency)
 
     def _replay(
         self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: Stepping | None = None
     ) -> RanksPlanDriver:
-        return RanksPlanDriver(plan, segment, self._shards, self._sums, self._engine.counters, tracked=tracked)
+        return RanksPlanDriver(plan, segment, self._residency, self._gradients, self._engine.counters, tracked=tracked)
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at the batch that the root module is called with; plan the first pass, together with the others."""
@@ -123,9 +123,9 @@ class RanksScheduler(PlanScheduler):
         """Choose the plan's driver where the plan serves the pass, else one that needs no plan."""
         if self._batch is None and not backward and not within_a_module():
             self._served = None
-            with self._shards.moving:
+            with self._residency.moving:
                 self._homes.move_down()
-            return ReadingDriver(self._shards, self._sums, self._engine.counters, self._driver_for_rest)
+            return ReadingDriver(self._residency, self._gradients, self._engine.counters, self._driver_for_rest)
         return self._choose(training, backward=backward)
 
     def _driver_for_rest(self, training: bool, backward: bool) -> PassDriver:
@@ -141,8 +141,8 @@ class RanksScheduler(PlanScheduler):
         if batch is None and training and not backward and self._setup.training:
             batch = called_part()
         self._served, self._part, self._batch = batch, batch, None
-        if training and self._sums.passes and not self._engine.holds_gradients():
-            self._sums.end_step()  # what there was, was forgotten
+        if training and self._gradients.passes and not self._engine.holds_gradients():
+            self._gradients.end_step()  # what there was, was forgotten
         if training or self._alike.has_writes:
             self._alike.compare()
         if (
@@ -152,39 +152,39 @@ class RanksScheduler(PlanScheduler):
             or self._has_gradients_over_weights()
             or (training and self._has_sums_besides(plan))
         ):
-            with self._shards.moving:
+            with self._residency.moving:
                 self._homes.move_down()
             if training:
-                self._sums.begin_pass()
-            return UnplannedDriver(self._shards, self._sums, self._engine.counters, training=training)
+                self._gradients.begin_pass()
+            return UnplannedDriver(self._residency, self._gradients, self._engine.counters, training=training)
         free_bytes = self._alike.take_free_bytes()  # which a rank asked for; all begin the same pass
         if free_bytes and not self._in_force.leave_free(free_bytes):
             self._say("memory ran out, and no plan leaves more free, so the plan stays")
         plan = self._in_force.plan or plan
         micro = plan.micro_segments
-        segment = micro[min(self._sums.passes, len(micro) - 1)] if training else SegmentName.EVAL
+        segment = micro[min(self._gradients.passes, len(micro) - 1)] if training else SegmentName.EVAL
         if training:
-            self._sums.begin_pass()
+            self._gradients.begin_pass()
         if not why and (why := self._others.why_unserved(batch, self._in_force.batch, training=training)):
-            with self._shards.moving:
+            with self._residency.moving:
                 self._free_for_unplanned(training)
         elif not why and self._homes.elsewhere and not self._in_force.move_homes(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if not why:
             return self._replay(plan, segment, tracked=training is self._setup.training and self._is_watched())
         self._engine.counters.diverged(why)
-        left = LeftOver(collectives_of(plan, plan.segments[segment]), {}, queue_for(segment, self._shards))
-        return FollowingDriver(left, plan.learning, self._shards, self._sums, self._engine.counters)
+        left = LeftOver(collectives_of(plan, plan.segments[segment]), {}, queue_for(segment, self._residency))
+        return FollowingDriver(left, plan.learning, self._residency, self._gradients, self._engine.counters)
 
     def forget_plan(self) -> None:
         """Drop the plan and the order of collectives, because groups change on all ranks."""
-        with self._shards.moving:
+        with self._residency.moving:
             super().forget_plan()
         self._calls, self._same_call = 0, None
 
     def plan_abandoned(self, *, needs_more: bool) -> None:
         """Note that a pass of this rank left the plan, whose collectives it goes on with."""
-        with self._shards.moving:
+        with self._residency.moving:
             super().plan_abandoned(needs_more=needs_more)
 
     def _has_gradients_over_weights(self) -> bool:

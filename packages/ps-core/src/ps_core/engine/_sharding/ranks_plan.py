@@ -35,10 +35,10 @@ class RanksPlan(PlanInForce):
         homes: HomePlacement,
         others: OtherBatches,
         say: Callable[[str], None],
-        shards: ShardedResidency,
+        residency: ShardedResidency,
     ) -> None:
         super().__init__(engine, asking, homes, others, say)
-        self._shards = shards
+        self._residency = residency
         self._begin()
 
     def _begin(self) -> None:
@@ -58,7 +58,7 @@ class RanksPlan(PlanInForce):
 
     def move_homes(self, plan: EnginePlan) -> bool:
         """Move this rank's shards to the plan's places; return False while memory there has live aliases."""
-        with self._shards.moving:
+        with self._residency.moving:
             return self._homes.move_to_plan(plan)
 
     def _put(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
@@ -117,7 +117,7 @@ class RanksPlan(PlanInForce):
     def _exchange_passes(self, mine: list[Recorded], what: str) -> list[str]:
         """Tell the other ranks what this one recorded or estimated; return what each one tells."""
         self.found = None
-        return exchange_texts(self._shards.together, self._asking.to_text(mine), what)
+        return exchange_texts(self._residency.together, self._asking.to_text(mine), what)
 
     def _plan_from(self, texts: list[str]) -> None:
         """Follow a plan of what the ranks told each other, if there is one."""

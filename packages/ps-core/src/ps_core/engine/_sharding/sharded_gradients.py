@@ -36,9 +36,10 @@ _CUT_NUMEL = 1 << 18
 class ShardedGradients(GradientStore):
     """Gradients summed over ranks; see [Note: where sums lie]."""
 
+    _residency: ShardedResidency
+
     def __init__(self, residency: ShardedResidency, *, overwrites: bool) -> None:
         super().__init__(residency, overwrites=False)
-        self._shards, self._together = residency, residency.together
         self.alike = Alike(residency.together)
         self._over_weights = overwrites
         self._measured: dict[ParamState, torch.Tensor] = {}
@@ -82,12 +83,12 @@ class ShardedGradients(GradientStore):
         for record in chosen:
             self.given &= ~(1 << record.index)
         for key in [key for key in self.left_over if key[1] in chosen]:
-            self._shards.transfers.release_slot(self.left_over.pop(key))
+            self._residency.transfers.release_slot(self.left_over.pop(key))
 
     def drop_left_over(self) -> None:
         """Forget the gradients that no sum has taken."""
         for slot in self.left_over.values():
-            self._shards.transfers.release_slot(slot)
+            self._residency.transfers.release_slot(slot)
         self.left_over.clear()
 
     def begin_pass(self) -> None:
@@ -184,8 +185,8 @@ class ShardedGradients(GradientStore):
         chunk.mark_written(slot)
         if slot is not chunk.home:
             chunk.add_copy(slot)
-            self._shards.transfers.write_home(chunk)
-            self._shards.transfers.check_disk()
+            self._residency.transfers.write_home(chunk)
+            self._residency.transfers.check_disk()
             chunk.drop_copy(slot.tier)
 
     def _add(self, group: ParamGroup, records: list[ParamState], slot: Slot) -> None:
@@ -193,7 +194,7 @@ class ShardedGradients(GradientStore):
         self.restore_weights(group)
         chunk, source = self.sums.accumulator(group), slot.flat(self.dtype(group), group.shard_numel)
         tier = self._store.work_tier(chunk.home.tier)
-        self._shards.transfers.wait_for_other_queues(Queue.CPU)
+        self._residency.transfers.wait_for_other_queues(Queue.CPU)
         self._store.device.declare_access(Queue.CPU, f"sums of {group.name}", (source,), ())
         for record in records:
             factor, record.factor = record.factor, 1.0
@@ -201,13 +202,13 @@ class ShardedGradients(GradientStore):
                 gradient = source[part]
                 if tier != slot.tier:  # in pieces outside the budget: the other ranks have done their part already
                     gradient = gradient.cpu()
-                    self._shards.transfers.watcher.moved(slot.tier, tier, gradient.nbytes)
+                    self._residency.transfers.watcher.moved(slot.tier, tier, gradient.nbytes)
                 if record.gradient is GradientPlace.ON_ITS_WAY:
-                    self._shards.save(chunk, part, gradient)
+                    self._residency.save(chunk, part, gradient)
                     continue
-                total = self._shards.load(chunk, part)
+                total = self._residency.load(chunk, part)
                 ps_kernels.accumulate(total if factor == 1.0 else total.mul_(factor), gradient)
-                self._shards.save(chunk, part, total)
+                self._residency.save(chunk, part, total)
             record.mark_summed()
 
     def _cut(self, chunk: Chunk, span: slice, *, whole: bool = True) -> Iterator[slice]:
@@ -223,10 +224,10 @@ class ShardedGradients(GradientStore):
         if over:
             source, target = group.chunks[Kind.P16], self.sums.accumulator(group)
             for part in self._cut(target, slice(0, group.shard_numel)):
-                self._shards.save(target, part, self._shards.load(source, part))
+                self._residency.save(target, part, self._residency.load(source, part))
             for record in over:
                 record.mark_summed()
-        self._shards.rebuild(group, gone)
+        self._residency.rebuild(group, gone)
         for record in gone:
             record.mark_rebuilt()
 
@@ -246,7 +247,7 @@ class ShardedGradients(GradientStore):
         if missing:
             self._measure_homes([record for record in missing if record not in self._measured])
             mine = [value for part in numbers([self._measured.pop(each) for each in missing]) for value in part]
-            rows = self._together.all_values(mine, "norms of gradients", shards_only=True)
+            rows = self._residency.together.all_values(mine, "norms of gradients", shards_only=True)
             columns = list(zip(*rows, strict=True))
             values = list(zip(map(sum, columns[::2]), map(max, columns[1::2]), strict=True))
             parts = torch.tensor(values, dtype=torch.float64, device="cpu").unbind()
@@ -262,9 +263,9 @@ class ShardedGradients(GradientStore):
             rows.setdefault(chunk, []).append(record)
         for chunk, found in rows.items():
             if chunk.home.place is None:
-                self._measure_pieces(found, self._shards.load(chunk, slice(0, found[0].group.shard_numel)))
+                self._measure_pieces(found, self._residency.load(chunk, slice(0, found[0].group.shard_numel)))
             else:
-                self._measured.update({each: measured(self._shards.load(chunk, each.piece)) for each in found})
+                self._measured.update({each: measured(self._residency.load(chunk, each.piece)) for each in found})
 
     def measure_all(self, records: list[ParamState], flat: torch.Tensor, launch: Launch | None = None) -> None:
         """Measure this rank's part of a group's sums, which lies in ``flat``."""

@@ -24,14 +24,16 @@ from ps_core.engine._support.checksum import checksum
 class ShardedStepper(OnDemandStepper):
     """Steps this rank's shards."""
 
+    _residency: ShardedResidency
+    _gradients: ShardedGradients
+
     def __init__(self, residency: ShardedResidency, gradients: ShardedGradients, groups: list[ParamGroup]) -> None:
         super().__init__(residency, gradients, groups)
-        self._shards, self._sums, self._alike = residency, gradients, gradients.alike
         self._left_over = LeftOverSums(residency, gradients)
 
     def compare(self) -> None:
         """Raise `RanksDiverged` unless all ranks did the same between passes."""
-        self._alike.compare()
+        self._gradients.alike.compare()
 
     def compare_step(
         self, records: Sequence[ParamState], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
@@ -55,17 +57,17 @@ class ShardedStepper(OnDemandStepper):
 
     def write(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Write as one process does; the other ranks must write the same."""
-        self._alike.before_write()
+        self._gradients.alike.before_write()
         of = "" if kind in (Kind.P32, record.group.weight) else "the optimizer's state of "
-        self._alike.note(f"{of}{record.name!r} was written", f"{kind.value} {checksum(value)}")
+        self._gradients.alike.note(f"{of}{record.name!r} was written", f"{kind.value} {checksum(value)}")
         super().write(record, kind, value)
 
     def free_sums(self) -> None:
         """Release sums after a step; from now on other ranks get the new weights."""
         super().free_sums()
-        self._shards.forget()
-        self._sums.end_step()
-        self._shards.end_change()
+        self._residency.forget()
+        self._gradients.end_step()
+        self._residency.end_change()
 
 
 def sharded_components(

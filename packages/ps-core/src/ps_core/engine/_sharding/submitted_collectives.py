@@ -90,12 +90,12 @@ class CollectiveQueue:
         """``during``: a kind of pass, by which ranks that do different ones are found and told."""
         self.during = during
         self.ordering, self.together = residency.ordering, residency.together
-        self._shards, self._device = residency, residency.store.device
+        self._residency, self._device = residency, residency.store.device
 
     @property
     def recorder(self) -> WorkRecorder | None:
         """Return what records collectives now; None: nothing does."""
-        return self._shards.transfers.watcher.recorder
+        return self._residency.transfers.watcher.recorder
 
     def gather(
         self,
@@ -134,28 +134,28 @@ class CollectiveQueue:
 
     def sum_now(
         self,
-        sums: ShardedGradients,
+        gradients: ShardedGradients,
         group: ParamGroup,
         records: list[ParamState],
         whole: torch.Tensor,
         take: Callable[[int], Slot],
     ) -> None:
         """Sum gradients of a group over ranks and store it, on slots of the compute tier that ``take`` returns."""
-        kind, numel = sums.dtype(group), group.shard_numel
+        kind, numel = gradients.dtype(group), group.shard_numel
         scratch = take(min(self.ordering.scratch_bytes(numel, group.dtype), WIRE_BYTES))
         try:
             for record in records:
-                sums.expect(record)
-            sums.make_room_for_sum(group)
-            direct = sums.direct_target(group)
+                gradients.expect(record)
+            gradients.make_room_for_sum(group)
+            direct = gradients.direct_target(group)
             target = direct or take(numel * kind.itemsize)
         except BaseException:
-            self._shards.return_slot(scratch)
+            self._residency.return_slot(scratch)
             raise
         self.sum(group, target.flat(kind, numel), whole, scratch.memory).wait()
-        sums.accept_sum(group, records, target)
+        gradients.accept_sum(group, records, target)
         for each in (scratch,) if direct else (scratch, target):
-            self._shards.return_slot(each)
+            self._residency.return_slot(each)
 
     def fill_gaps(self, group: ParamGroup, records: Collection[ParamState], whole: torch.Tensor) -> None:
         """Write minus zero where this rank has no gradient: it changes no sum, and not the sign of a zero."""
