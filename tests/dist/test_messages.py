@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ps_dist import Mesh
-from ps_dist._messages import PeerMessages
+from ps_dist._messages import ConnectionBroken, PeerMessages
 from ps_dist._reduce import OrderedReduceScatter, ordered_sum
 from ps_kernels import _backends
 from ps_kernels._native import NativeBackend
@@ -110,3 +110,13 @@ def test_all_sends_are_begun_before_any_receive(me: int, monkeypatch: pytest.Mon
     total = OrderedReduceScatter(messages, Mesh(me, 3, 1), torch.empty(4))
     total.exchange_sum("sum", 2, range(3), torch.zeros(2), rows, scratch)
     assert begun == [("send", peer) for peer in others] + [("receive", peer) for peer in others]
+
+
+def test_an_error_without_a_text_still_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(dist, "isend", fail)
+    with pytest.raises(ConnectionBroken, match="RuntimeError") as raised:
+        PeerMessages(None, 0).begin("trial", 1, [(1, torch.zeros(4))], [])
+    assert raised.value.peer == 1

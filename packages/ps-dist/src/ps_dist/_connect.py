@@ -24,7 +24,7 @@ from ps_dist._abandonable_call import AbandonableCall
 from ps_dist._collective_history import CollectiveHistory, HistoryEntry
 from ps_dist._collectives import TorchCollectives
 from ps_dist._comm_thread import CommThread
-from ps_dist._exit_message import describe_exception
+from ps_dist._exception_text import describe_exception, first_line
 from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages
 from ps_dist._process_groups import NO_DUMP, DefaultGroup, ProcessGroups, in_environment
@@ -269,7 +269,7 @@ def _raise_named(error: BaseException, environment: Mapping[str, str], stays_s: 
     """Raise the error with the name of what this rank could not reach; first let others notice the same."""
     if isinstance(error, PatrickStarError) or not isinstance(error, OSError | RuntimeError | ValueError):
         raise error
-    reason = str(error).splitlines()[0]
+    reason = first_line(error)
     if environment.get("RANK") != str(_store_rank(environment)):
         reason = f"{_store_name(environment)} ended or cannot be reached ({reason})"
         sleep(stays_s)

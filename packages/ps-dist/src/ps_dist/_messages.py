@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ps_dist._exception_text import first_line
 from ps_dist._shared_memory import SharedHeap
 
 Buffers: TypeAlias = Sequence[tuple[int, Tensor]]
@@ -134,4 +135,4 @@ def _naming(peer: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ConnectionBroken(peer, str(error).splitlines()[0]) from error
+        raise ConnectionBroken(peer, first_line(error)) from error

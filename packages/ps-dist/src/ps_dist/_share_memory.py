@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ps_dist._computer_messages import ComputersMessages
+from ps_dist._exception_text import first_line
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
 from ps_dist._peer_connections import PeerConnection, PeerListener
@@ -148,7 +149,7 @@ def _connect(
         heap = make_heap()
         listener = PeerListener(heap, rank, len(ranks), take_file)
     except _ERRORS as failed:
-        error = describe(failed)
+        error = _describe(failed)
     rows = tell(error, b"" if listener is None else listener.address)
     why_not = _first_error(rows)
     if not why_not and listener is not None:
@@ -156,7 +157,7 @@ def _connect(
         try:
             connections = listener.connect(addresses, give_up, min(timeout_s / 2, _MOST_CONNECT_S))
         except _ERRORS as failed:
-            error = describe(failed)
+            error = _describe(failed)
         why_not = _first_error(tell(error))
     if listener is not None:
         listener.close()
@@ -181,7 +182,7 @@ def shared_memory_error() -> str | None:
             for done in [pool.submit(send_some, rank) for rank in range(2)]:
                 done.result()
     except _ERRORS as failed:
-        return describe(failed)
+        return _describe(failed)
     finally:
         for listener in listeners:
             listener.close()
@@ -189,11 +190,11 @@ def shared_memory_error() -> str | None:
     return None
 
 
-def describe(error: BaseException) -> str:
-    """Return the first line of an error, or its type where there is none."""
+def _describe(error: BaseException) -> str:
+    """Return an error's first line; for a connection that another rank ended, that this rank is not to blame."""
     if isinstance(error, ConnectionResetError | BrokenPipeError):
         return FAILED_ELSEWHERE
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 def _tell(control: PeerMessages, rank: int, ranks: int, error: str, address: bytes) -> list[tuple[str, bytes]]:

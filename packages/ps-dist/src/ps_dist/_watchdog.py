@@ -24,6 +24,7 @@ from typing import Any
 from ps_core._errors import RanksDiverged
 from ps_dist._collective_history import CollectiveHistory, HistoryEntry
 from ps_dist._comm_thread import CommThread
+from ps_dist._exception_text import first_line
 from ps_dist._failure_reasons import Names, PeerState, Reason, Wait, reason_to_stop
 from ps_dist._local_ranks import LocalRanks, Location
 from ps_dist._timeouts import Timeouts
@@ -94,7 +95,7 @@ class Watchdog:
                 if self._ended_before_store is None:
                     self._ended_before_store = self._local.ended()
                 if self._waits():
-                    self._judge_alone(store_error=str(error).splitlines()[0])
+                    self._judge_alone(store_error=first_line(error))
             self._asked_at_s = None
         self._asked_at_s = self._clock()
         try:

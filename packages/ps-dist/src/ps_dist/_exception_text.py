@@ -1,4 +1,4 @@
-"""Why a process ends its connection: by itself, or by an exception that the other ranks should be told of."""
+"""Exceptions in one line, as other ranks are told of them."""
 
 from __future__ import annotations
 
