@@ -80,23 +80,28 @@ def connect(
     owned = not dist.is_initialized()
     check_variables(os.environ, joins=owned)
     _choose_card(os.environ)
-    found = _found_in_time(os.environ, timeout_s, replicate, transport, shared_memory, owned=owned)
+    found = _found_in_time(timeout_s, replicate, transport, shared_memory, owned=owned)
     timeouts, history = Timeouts(timeout_s=timeout_s), CollectiveHistory()
     thread = CommThread(AwakeClock(), hopeless_s=timeouts.hopeless_s)
     watchdog = Watchdog(
         found.own_store,
         thread,
         history,
-        rank=found.rank,
+        rank=found.mesh.rank,
         locations=found.roster.locations,
-        store_rank=_store_rank(os.environ),
+        store_rank=_store_rank(),
         timeouts=timeouts,
     )
     groups, sharing = _connect_all(found, thread, watchdog, timeouts, owned=owned, shares=shared_memory is not False)
     choose = TransportChoice(transport, groups, found.own_store, min(timeout_s / 2, _MOST_TRIAL_S))
-    mesh = Mesh(found.rank, found.ranks, replicate)
     joined = TorchCollectives(
-        groups=groups, thread=thread, history=history, watchdog=watchdog, mesh=mesh, choose=choose, sharing=sharing
+        groups=groups,
+        thread=thread,
+        history=history,
+        watchdog=watchdog,
+        mesh=found.mesh,
+        choose=choose,
+        sharing=sharing,
     )
     if shared_memory and sharing.why_not:
         joined.close()  # on all ranks alike
@@ -151,22 +156,15 @@ class _Found:
     store: Any
     own_store: Any
     """For this connection alone, by a link of its own: a wait for a key, as NCCL's, blocks other calls of its link."""
-    rank: int
-    ranks: int
+    mesh: Mesh
     roster: Roster
 
 
 def _found_in_time(
-    environment: Mapping[str, str],
-    timeout_s: float,
-    replicate: int,
-    transport: str | None,
-    shared_memory: bool | None,
-    *,
-    owned: bool,
+    timeout_s: float, replicate: int, transport: str | None, shared_memory: bool | None, *, owned: bool
 ) -> _Found:
     """Find all other processes; in a thread that is left behind if the store never answers."""
-    if owned and (missing := [name for name in _NEEDED if name not in environment]):
+    if owned and (missing := [name for name in _NEEDED if name not in os.environ]):
         raise InvalidInput(
             f"not started by torchrun: {', '.join(missing)} not set; run torchrun --nproc-per-node=N your_program.py"
         )
@@ -176,7 +174,7 @@ def _found_in_time(
 
     def find() -> None:
         deadline_s = monotonic() + timeout_s
-        store, rank, ranks = _store(environment, timeout_s) if owned else _store_of_group()
+        store, rank, ranks = _store(timeout_s) if owned else _store_of_group()
         if owned:
             store.set_timeout(timedelta(seconds=timeout_s))  # before the copy, which connects within it
         own = store.clone()
@@ -190,18 +188,15 @@ def _found_in_time(
         }
         left_s = max(deadline_s - monotonic(), 0.0)
         roster = find_ranks(PrefixStore("ps_dist/roster", store), facts, rank=rank, ranks=ranks, timeout_s=left_s)
-        found.append(_Found(store, PrefixStore(f"ps_dist/joined/{roster.call}", own), rank, ranks, roster))
+        mesh = Mesh(rank, ranks, replicate)  # only now, as all ranks: they have told each other the same numbers
+        found.append(_Found(store, PrefixStore(f"ps_dist/joined/{roster.call}", own), mesh, roster))
 
     call = AbandonableCall(find)
     late = call.wait(timeout_s + _GRACE_S)
     if call.error is not None:
-        _raise_named(call.error, environment, stays_s=2 * Timeouts(timeout_s=timeout_s).look_s)
+        _raise_named(call.error, stays_s=2 * Timeouts(timeout_s=timeout_s).look_s)
     if late:
-        raise RanksDiverged(
-            f"{_who(environment)} could not join the others: {_store_name(environment)} has not answered for "
-            f"{timeout_s:g} s"
-        )
-    Mesh(found[0].rank, found[0].ranks, replicate)
+        raise RanksDiverged(f"{_who()} could not join the others: {_store_name()} has not answered for {timeout_s:g} s")
     if impossible is not None:  # only now: the others have been told, and do not wait for this rank
         raise InvalidInput(
             f"transport={transport!r}: {impossible}; leave it out: memory of CUDA devices then goes by way of the "
@@ -220,17 +215,17 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _store_rank(environment: Mapping[str, str]) -> int | None:
+def _store_rank() -> int | None:
     """Return the rank that keeps the store; None: torchrun keeps it."""
-    return None if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
 
 # Any: torch's stubs have no base of stores with all methods.
-def _store(environment: Mapping[str, str], timeout_s: float) -> tuple[Any, int, int]:
+def _store(timeout_s: float) -> tuple[Any, int, int]:
     """Open the store at the address that torchrun gives; rank 0 keeps it where torchrun does not."""
     timeout = timedelta(seconds=timeout_s)
-    address, port, ranks = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), int(environment["WORLD_SIZE"])
-    if int(environment["RANK"]) == _store_rank(environment):
+    address, port, ranks = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    if int(os.environ["RANK"]) == _store_rank():
         # As torch does, but without waiting here for the others, which could not say who is missing.
         own = TCPStore(address, port, ranks, is_master=True, timeout=timeout, multi_tenant=True, wait_for_workers=False)
         return own, 0, ranks
@@ -252,28 +247,28 @@ def _store_of_group() -> tuple[Any, int, int]:
     return dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
 
 
-def _who(environment: Mapping[str, str]) -> str:
+def _who() -> str:
     if dist.is_initialized():
         return f"rank {dist.get_rank()} of {dist.get_world_size()}"
-    return f"rank {environment['RANK']} of {environment['WORLD_SIZE']}"
+    return f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
 
 
-def _store_name(environment: Mapping[str, str]) -> str:
-    where = f"at {environment.get('MASTER_ADDR', '?')}:{environment.get('MASTER_PORT', '?')}"
-    if _store_rank(environment) is None:
+def _store_name() -> str:
+    where = f"at {os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    if _store_rank() is None:
         return f"the store of torchrun {where}"
     return f"rank 0, which keeps the store {where},"
 
 
-def _raise_named(error: BaseException, environment: Mapping[str, str], stays_s: float) -> NoReturn:
+def _raise_named(error: BaseException, stays_s: float) -> NoReturn:
     """Raise the error with the name of what this rank could not reach; first let others notice the same."""
     if isinstance(error, PatrickStarError) or not isinstance(error, OSError | RuntimeError | ValueError):
         raise error
     reason = first_line(error)
-    if environment.get("RANK") != str(_store_rank(environment)):
-        reason = f"{_store_name(environment)} ended or cannot be reached ({reason})"
+    if os.environ.get("RANK") != str(_store_rank()):
+        reason = f"{_store_name()} ended or cannot be reached ({reason})"
         sleep(stays_s)
-    raise RanksDiverged(f"{_who(environment)} could not join the others: {reason}") from error
+    raise RanksDiverged(f"{_who()} could not join the others: {reason}") from error
 
 
 def _connect_all(
@@ -289,8 +284,10 @@ def _connect_all(
         computers = ranks_by_computer(found.roster.locations)
         groups, sharing = ProcessGroups(timeouts, _DEFAULT_GROUP, made_default=owned), Sharing(computers)
         if shares:
-            control = PeerMessages(groups.host, found.rank)
-            sharing = share_memory(control, computers, found.rank, lambda: thread.error is not None, timeouts.timeout_s)
+            control = PeerMessages(groups.host, found.mesh.rank)
+            sharing = share_memory(
+                control, computers, found.mesh.rank, lambda: thread.error is not None, timeouts.timeout_s
+            )
         made.append((groups, sharing))
 
     try:
@@ -298,7 +295,7 @@ def _connect_all(
     except BaseException:
         ended = thread.close(waits=False)
         watchdog.close(describe_exception(sys.exc_info()[1]) if thread.error is None else "")
-        if not ended and found.rank != _store_rank(os.environ):
+        if not ended and found.mesh.rank != _store_rank():
             # The thread ends when the store ends with its process, which must not happen while this process exits.
             thread.wait_cut()
         raise
@@ -312,4 +309,4 @@ def _initialise(found: _Found, timeouts: Timeouts) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     timeout = timedelta(seconds=timeouts.timeout_s)
     with in_environment(NO_DUMP):
-        dist.init_process_group(backend, store=store, rank=found.rank, world_size=found.ranks, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=found.mesh.rank, world_size=found.mesh.size, timeout=timeout)
