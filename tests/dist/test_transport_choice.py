@@ -20,9 +20,9 @@ from ps_core.engine import _chunked, chunked
 from ps_core.engine._sharding import join_ranks as joining
 from ps_dist import _process_groups, _transport
 from ps_dist._abandonable_call import AbandonableCall
+from ps_dist._error_text import FAILED_ELSEWHERE, failed_ranks
 from ps_dist._mesh import Mesh
 from ps_dist._process_groups import DefaultGroup, ProcessGroups
-from ps_dist._roster import FAILED_ELSEWHERE, failed_ranks
 from ps_dist._timeouts import Timeouts
 from ps_dist._transport import TransportChoice, why_not_nccl
 

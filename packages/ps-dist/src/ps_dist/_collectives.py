@@ -19,7 +19,7 @@ from torch import Tensor
 from ps_core._errors import InvalidInput, RanksDiverged
 from ps_dist._collective_history import CollectiveHistory
 from ps_dist._comm_thread import CommThread, Pending
-from ps_dist._exception_text import describe_exception
+from ps_dist._error_text import describe_exception
 from ps_dist._host_staging import staging_bytes
 from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages

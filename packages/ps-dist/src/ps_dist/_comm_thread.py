@@ -10,7 +10,7 @@ import torch
 
 from ps_core._errors import RanksDiverged
 from ps_dist._collective_history import HistoryEntry
-from ps_dist._exception_text import first_line
+from ps_dist._error_text import first_line
 from ps_dist._failure_reasons import Failure
 from ps_dist._launched_collectives import LaunchedCollectives, Mark
 from ps_dist._messages import ConnectionBroken

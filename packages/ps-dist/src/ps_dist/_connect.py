@@ -24,7 +24,7 @@ from ps_dist._abandonable_call import AbandonableCall
 from ps_dist._collective_history import CollectiveHistory, HistoryEntry
 from ps_dist._collectives import TorchCollectives
 from ps_dist._comm_thread import CommThread
-from ps_dist._exception_text import describe_exception, first_line
+from ps_dist._error_text import describe_exception, first_line
 from ps_dist._mesh import Mesh
 from ps_dist._messages import PeerMessages
 from ps_dist._process_groups import NO_DUMP, DefaultGroup, ProcessGroups, in_environment

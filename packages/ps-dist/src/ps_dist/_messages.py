@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ps_dist._exception_text import first_line
+from ps_dist._error_text import first_line
 from ps_dist._shared_memory import SharedHeap
 
 Buffers: TypeAlias = Sequence[tuple[int, Tensor]]

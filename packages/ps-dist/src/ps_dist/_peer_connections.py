@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ps_dist._exception_text import first_line
+from ps_dist._error_text import first_line
 from ps_dist._shared_memory import SharedHeap, map_heap
 
 _HELLO = struct.Struct("<IQ")

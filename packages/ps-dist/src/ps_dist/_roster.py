@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from time import monotonic, sleep
 from typing import Any, NoReturn
 
 from ps_core._errors import RanksDiverged
+from ps_dist._error_text import name_ranks
 from ps_dist._local_ranks import Location
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 0.2
@@ -29,8 +30,6 @@ _STAY_S = 5.0
 _SILENT_S = 3.0
 """Rank 0 is missing if it has not looked for so many seconds; it looks much more often."""
 _CALL = "call"
-FAILED_ELSEWHERE = "it had failed on another rank"
-"""The error of a rank that failed only because another one had."""
 Facts = Mapping[str, str]
 
 
@@ -245,15 +244,3 @@ def _late(rank: int, ranks: int, missing: list[int], timeout_s: float) -> str:
         f"rank {rank} of {ranks}: {name_ranks(missing)} did not join within {timeout_s:.3g} s; see its output, or "
         "try a larger timeout_s"
     )
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return the ranks as a message names them."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def failed_ranks(reports: Sequence[str]) -> str:
-    """Name the ranks that failed, with their error; ``reports``: each rank's, empty where nothing went wrong."""
-    failed = [(rank, report) for rank, report in enumerate(reports) if report]
-    _, first = next((each for each in failed if each[1] != FAILED_ELSEWHERE), failed[0])
-    return f"{name_ranks([rank for rank, report in failed if report == first])}: {first}"

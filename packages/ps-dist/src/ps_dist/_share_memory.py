@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ps_dist._computer_messages import ComputersMessages
-from ps_dist._exception_text import first_line
+from ps_dist._error_text import FAILED_ELSEWHERE, failed_ranks, first_line
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
 from ps_dist._peer_connections import PeerConnection, PeerListener
-from ps_dist._roster import FAILED_ELSEWHERE, failed_ranks
 from ps_dist._shared_memory import CommonMemory, SharedHeap, map_heap
 from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
 

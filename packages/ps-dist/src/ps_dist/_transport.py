@@ -25,9 +25,9 @@ import torch.distributed as dist
 from ps_core._errors import InvalidInput
 from ps_dist._abandonable_call import AbandonableCall
 from ps_dist._collectives import TorchCollectives
+from ps_dist._error_text import FAILED_ELSEWHERE, failed_ranks, name_ranks
 from ps_dist._nccl import NcclMessages
 from ps_dist._process_groups import ProcessGroups
-from ps_dist._roster import FAILED_ELSEWHERE, failed_ranks, name_ranks
 from ps_dist._session import CollectiveSession
 
 _BY_HOST = "what processes send from CUDA devices goes by way of the host's memory"

@@ -24,7 +24,7 @@ from typing import Any
 from ps_core._errors import RanksDiverged
 from ps_dist._collective_history import CollectiveHistory, HistoryEntry
 from ps_dist._comm_thread import CommThread
-from ps_dist._exception_text import first_line
+from ps_dist._error_text import first_line
 from ps_dist._failure_reasons import Names, PeerState, Reason, Wait, reason_to_stop
 from ps_dist._local_ranks import LocalRanks, Location
 from ps_dist._timeouts import Timeouts
