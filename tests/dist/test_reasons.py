@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_dist._collective_history import CollectiveHistory, HistoryEntry
+from ps_dist._collective_history import CollectiveHistory
 from ps_dist._failure_reasons import Failure, Names, PeerState, Reason, Wait, reason_to_stop
 from ps_dist._timeouts import AwakeClock, Timeouts
 
@@ -31,12 +31,11 @@ BEHIND = PeerState(number=1, tail=history("gather").tail())
 def wait(
     waited_s: float = 5.0,
     peers: Mapping[int, PeerState] | None = None,
-    entry: HistoryEntry | None = MINE.last,
     **known: object,
 ) -> Wait:
     """Of rank 3."""
     found = {0: HERE, 1: HERE, 2: HERE} if peers is None else peers
-    return Wait(rank=3, entry=entry, waited_s=waited_s, tail=MINE.tail(), peers=found, **known)  # type: ignore[arg-type]
+    return Wait(rank=3, number=MINE.last.number, waited_s=waited_s, tail=MINE.tail(), peers=found, **known)  # type: ignore[arg-type]
 
 
 def judged(given: Wait) -> str | None:

@@ -47,8 +47,8 @@ class Wait:
     """A collective of this rank that takes long or failed, and what the rank knows of the others."""
 
     rank: int
-    entry: HistoryEntry | None
-    """The collective; None: it failed before its name was known."""
+    number: int
+    """The number of the collective in the history; 0: it failed before it had one."""
     waited_s: float
     tail: Sequence[HistoryEntry] = ()
     """This rank's latest history entries."""
@@ -67,11 +67,6 @@ class Wait:
     """The error with which the connection to the store failed."""
     ended_before_store: Collection[int] | None = None
     """Ranks whose process was gone when the store was lost; None: it is not lost."""
-
-    @property
-    def number(self) -> int:
-        """Return the collective's number."""
-        return 0 if self.entry is None else self.entry.number
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ class Watchdog:
             self._failed_at_s = now_s
         return Wait(
             rank=self._rank,
-            entry=None if current is None else current[0],
+            number=0 if current is None else current[0].number,
             waited_s=0.0 if current is None else current[1],
             tail=self._history.tail(),
             peers=peers,
