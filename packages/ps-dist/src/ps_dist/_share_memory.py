@@ -71,10 +71,13 @@ def share_memory(
         return Sharing(computers, why_not=_NONE_TOGETHER)
     here = next(computer for computer in computers if rank in computer)
 
-    def tell(error: str, address: bytes = b"") -> list[tuple[str, bytes]]:
-        return _tell(control, rank, ranks, error, address)
+    def exchange(mine: bytes) -> list[bytes]:
+        everyone = torch.empty(ranks * len(mine), dtype=torch.uint8, device="cpu")
+        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        control.gather("connecting", _TAG, range(ranks), everyone, own)
+        return [row.numpy().tobytes() for row in everyone.view(ranks, -1)]
 
-    heap, connections, why_not = _connect(tell, SharedHeap, map_heap, rank, here, give_up, timeout_s)
+    heap, connections, why_not = _connect(exchange, SharedHeap, map_heap, rank, here, give_up, timeout_s)
     if heap is not None:
         heap.close_file()
     if why_not or heap is None:
@@ -112,11 +115,8 @@ def make_common_memory(
         files.append(file)
         return torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def tell(error: str, address: bytes = b"") -> list[tuple[str, bytes]]:
-        return [_row(row) for row in exchange(_text(error, address))]
-
     heap, connections, why_not = _connect(
-        tell, partial(SharedHeap, size_bytes), keep_file, rank, range(ranks), give_up, timeout_s
+        exchange, partial(SharedHeap, size_bytes), keep_file, rank, range(ranks), give_up, timeout_s
     )
     for connection in connections:
         connection.close()
@@ -134,7 +134,7 @@ def make_common_memory(
 
 
 def _connect(
-    tell: Callable[..., list[tuple[str, bytes]]],
+    exchange: Callable[[bytes], list[bytes]],
     make_heap: Callable[[], SharedHeap],
     take_file: Callable[[int, int], Tensor],
     rank: int,
@@ -143,6 +143,10 @@ def _connect(
     timeout_s: float,
 ) -> tuple[SharedHeap | None, list[PeerConnection], str]:
     """Make a heap and pass its file to the other ranks; return the heap, the connections, and why some rank failed."""
+
+    def tell(error: str, address: bytes = b"") -> list[tuple[str, bytes]]:
+        return [_row(row) for row in exchange(_text(error, address))]
+
     heap, listener, connections, error = None, None, list[PeerConnection](), ""
     try:
         heap = make_heap()
@@ -194,15 +198,6 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, ConnectionResetError | BrokenPipeError):
         return FAILED_ELSEWHERE
     return first_line(error)
-
-
-def _tell(control: PeerMessages, rank: int, ranks: int, error: str, address: bytes) -> list[tuple[str, bytes]]:
-    """Exchange what went wrong on each rank, and where each listens."""
-    text = _text(error, address)
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    everyone = torch.empty(ranks * len(text), dtype=torch.uint8, device="cpu")
-    control.gather("connecting", _TAG, range(ranks), everyone, mine)
-    return [_row(bytes(row)) for row in everyone.view(ranks, -1).tolist()]
 
 
 def _text(error: str, address: bytes) -> bytes:

@@ -38,7 +38,8 @@ class SharedHeap:
         self.file = os.memfd_create("ps_dist")
         """The descriptor by which other processes map the heap."""
         try:
-            self._memory = _map_file(self.file, self.size_bytes)
+            os.ftruncate(self.file, self.size_bytes)
+            self._memory = mmap.mmap(self.file, self.size_bytes)
         except BaseException:
             os.close(self.file)
             raise
@@ -142,11 +143,6 @@ def map_heap(file: int, size_bytes: int) -> Tensor:
         return torch.frombuffer(mmap.mmap(file, size_bytes), dtype=torch.uint8)
     finally:
         os.close(file)
-
-
-def _map_file(file: int, size_bytes: int) -> mmap.mmap:
-    os.ftruncate(file, size_bytes)
-    return mmap.mmap(file, size_bytes)
 
 
 def _whole_pages(size_bytes: int) -> int:
