@@ -24,8 +24,8 @@ from ps_core._units import align_up
 from ps_core.engine._devices.device import Device, Event
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._memory.tier_store import TierStore
+from ps_core.engine._memory.transfers import Transfers
 from ps_core.engine._parameters.param_state import ParamGroup
-from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives, BufferCollectives, CollectiveSession
 
 MOST_STAGING_BYTES = 32 * 2**20
@@ -46,14 +46,13 @@ class BlockingCollectives:
     for everything.
     """
 
-    def __init__(self, residency: Residency, together: AsyncCollectives) -> None:
-        self._residency, self._together = residency, together
-        self._device = residency.store.device
+    def __init__(self, device: Device, transfers: Transfers, together: AsyncCollectives) -> None:
+        self._device, self._transfers, self._together = device, transfers, together
 
     def before(self) -> None:
         """Wait for every queue's work."""
-        self._residency.transfers.wait_for_other_queues(Queue.COLL)
-        self._residency.transfers.wait_for_other_queues(Queue.CPU)
+        self._transfers.wait_for_other_queues(Queue.COLL)
+        self._transfers.wait_for_other_queues(Queue.CPU)
 
     def ready(self) -> Sequence[Event]:
         """Return no events: `before` waited for everything."""
@@ -95,7 +94,7 @@ class StreamCollectives:
         self.staging = store.reserve(1, align_up(max(least, min(whole, room)))) if whole else None
         """Staging memory on the host tier, for as long as the engine lives; None: no collective is staged."""
         memory = torch.empty(0, dtype=torch.uint8, device="cpu") if self.staging is None else self.staging.memory
-        self._carrier = DeviceStaging(store.device, memory)
+        self._copier = DeviceStaging(store.device, memory)
 
     def before(self) -> None:
         """Do nothing: the collective stream waits for the events of `ready`."""
@@ -109,7 +108,7 @@ class StreamCollectives:
         self._device.bind_thread()
         for event in ready:
             self._device.wait(Queue.COLL, event)
-        return session.on_device(self._carrier)
+        return session.on_device(self._copier)
 
     def end(self) -> Event | None:
         """Return an event behind everything launched on the collective stream."""
@@ -156,13 +155,3 @@ class DeviceStaging:
 
 CollectiveOrdering: TypeAlias = BlockingCollectives | StreamCollectives
 """The order of one process's collectives and its other work. See [Note: two threads]."""
-
-
-def collective_ordering(residency: Residency, together: AsyncCollectives) -> CollectiveOrdering:
-    """Return the ordering for the device: on a stream where there is one for collectives, else blocking."""
-    store = residency.store
-    return (
-        StreamCollectives(store, residency.groups, together)
-        if store.device.has_collective_stream
-        else BlockingCollectives(residency, together)
-    )

@@ -125,7 +125,8 @@ class RanksPlanRequest(PlanRequest):
             raise DoesNotFit(tier=tier, moment=moment, needed_bytes=needed, available_bytes=available, proven=proven)
         if planned is None:
             planned = adopted(plan_from_text(text), trace, layout, self.machine, setup=self._setup)
-        self._together.agree("the plan", f"{planned.plan.fingerprint} for {trace_hash(trace)}")
+        trace_hash = blake2b(trace.to_json().encode(), digest_size=8).hexdigest()
+        self._together.agree("the plan", f"{planned.plan.fingerprint} for {trace_hash}")
         return planned
 
 
@@ -134,11 +135,6 @@ def _batch(one_pass: dict[str, Any]) -> BatchShape:
     calls = ((tuple(map(tuple, shapes)), tokens, part) for shapes, tokens, part in one_pass["calls"])
     first, *later = (BatchShape(shapes, tokens, part=part) for shapes, tokens, part in calls)
     return replace(first, later=tuple(later))
-
-
-def trace_hash(trace: Trace) -> str:
-    """Return a short hash of a trace."""
-    return blake2b(trace.to_json().encode(), digest_size=8).hexdigest()
 
 
 def _moment(row: dict[str, Any]) -> MomentRecord:

@@ -36,7 +36,12 @@ from ps_core.engine._parameters.managed_parameter import version_of
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import SlotContents
-from ps_core.engine._sharding.collective_streams import ORDERED_QUEUES, collective_ordering
+from ps_core.engine._sharding.collective_streams import (
+    ORDERED_QUEUES,
+    BlockingCollectives,
+    CollectiveOrdering,
+    StreamCollectives,
+)
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 
 _PATIENCE_S = 0.5
@@ -69,7 +74,11 @@ class ShardedResidency(Residency):
         """The group last gathered for reading, with its version: the next tensor is mostly of the same group."""
         self._common: dict[ParamGroup, Slot] = {}
         """Mappings of groups that all ranks compute from where they are; see [Note: common weights]."""
-        self.ordering = collective_ordering(self, together)
+        self.ordering: CollectiveOrdering = (
+            StreamCollectives(store, groups, together)
+            if store.device.has_collective_stream
+            else BlockingCollectives(store.device, self.transfers, together)
+        )
         for group in groups:
             self.complete(group)
 
