@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
+from typing import Protocol
 
 import torch
 
@@ -12,7 +15,6 @@ from ps_core._errors import RanksDiverged
 from ps_dist._collective_history import HistoryEntry
 from ps_dist._error_text import first_line
 from ps_dist._failure_reasons import Failure
-from ps_dist._launched_collectives import LaunchedCollectives, Mark
 from ps_dist._messages import ConnectionBroken
 from ps_dist._timeouts import AwakeClock
 
@@ -61,6 +63,50 @@ class Pending:
             self._over.set()
 
 
+class Mark(Protocol):
+    """A place in a device's stream."""
+
+    def query(self) -> bool:
+        """Return True if everything launched before it is complete."""
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A collective that a device carries out on its stream, between two marks; it may not be complete."""
+
+    entry: HistoryEntry
+    begins: Mark
+    ends: Mark
+    begun_at_s: float | None = None
+    """Time since when it waits for other ranks; None: the device still does earlier work of this rank."""
+
+
+class _LaunchedCollectives:
+    """One process's launched collectives, in order; several threads look at them."""
+
+    def __init__(self, clock: AwakeClock) -> None:
+        self._clock, self._lock = clock, Lock()
+        self._open: deque[_Launched] = deque()
+
+    def add(self, entry: HistoryEntry, begins: Mark, ends: Mark) -> None:
+        """Note a collective between two marks of its stream."""
+        self.oldest()  # drops what is complete
+        with self._lock:
+            self._open.append(_Launched(entry, begins, ends))
+
+    def oldest(self) -> _Launched | None:
+        """Return the first collective that is not complete; None: all are."""
+        with self._lock:
+            while self._open and _is_over(self._open[0].ends):
+                self._open.popleft()
+            if not self._open:
+                return None
+            first = self._open[0]
+            if first.begun_at_s is None and _is_over(first.begins):
+                first.begun_at_s = self._clock()
+            return first
+
+
 class CommThread:
     """The thread and its queue.
 
@@ -73,7 +119,7 @@ class CommThread:
         self._open: dict[Pending, None] = {}
         self._lock = Lock()
         self._current: tuple[HistoryEntry, float] | None = None
-        self._launched = LaunchedCollectives(clock)
+        self._launched = _LaunchedCollectives(clock)
         self.error: RanksDiverged | None = None
         """Why nothing runs any more, in the words that all ranks are told."""
         self.failure: Failure | None = None
@@ -180,3 +226,10 @@ class CommThread:
 
 def _failure(error: Exception) -> Failure:
     return Failure(first_line(error), error.peer if isinstance(error, ConnectionBroken) else None)
+
+
+def _is_over(mark: Mark) -> bool:
+    try:
+        return mark.query()
+    except RuntimeError:  # the device failed, which raises in the training thread: no rank is to blame
+        return True

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ps_core._collectives import StagingCopier
-from ps_dist._launched_collectives import Mark
+from ps_dist._comm_thread import Mark
 from ps_dist._mesh import Mesh
 from ps_dist._messages import Buffers, PeerMessages
 from ps_dist._reduce import OrderedReduceScatter
