@@ -1,6 +1,6 @@
 """Compare what every rank must do alike between collectives, where the ranks meet next.
 
-[Note: alike]
+[Note: what ranks compare]
 A rank applies to its own shard what the program sets, loads, writes, scales or forgets. If one rank does otherwise than
 the others, the model's parts no longer belong together, and no rank would notice. So each notes what it does. The notes
 are compared when a load or assignment is whole, before a state is read, before a step and as a pass begins. An
@@ -25,7 +25,7 @@ _SHOWN = 2
 """Notes that a message tells in words."""
 
 
-class Alike:
+class RankComparison:
     """Notes of one rank, compared with the others'."""
 
     def __init__(self, together: AsyncCollectives) -> None:

@@ -76,19 +76,19 @@ class FollowingDriver:
         """Gather the groups that the moment reads."""
         groups = list(dict.fromkeys(record.group for record in reads))
         self._needed = set(groups)
-        while self._is_half_full() and (self._drop_one() or self._move_down(final=True)):
+        while self._is_half_full() and (self._drop_one() or self._move_staged_to_host(final=True)):
             pass
         self._residency.release_unaliased()
         for group in groups:
             if group.weight_chunk.newest(0) is None:
-                self._bring(group)
+                self._fetch(group)
             self._fetched.pop(group, None)
             self._fetched[group] = None
             slot = group.weight_chunk.newest(0)
             assert slot is not None, "it was gathered"
             self._store.device.declare_access(Queue.COMPUTE, name, (slot.memory,), ())
 
-    def _bring(self, group: ParamGroup) -> None:
+    def _fetch(self, group: ParamGroup) -> None:
         """Gather a group as the plan does, if its gather can be reached; else ask the other ranks for it."""
         for place, (is_sum, other) in enumerate(self._collectives):
             if is_sum and not self._is_final(other):
@@ -99,7 +99,7 @@ class FollowingDriver:
                 break
         self._counters.fetched(early=False)
         if group.weight_chunk.newest(0) is None:
-            slot, whole = self._buffer(group)
+            slot, whole = self._take_gather_slot(group)
             self._residency.ask_for(group, whole)
             group.weight_chunk.fill(slot)
 
@@ -118,18 +118,18 @@ class FollowingDriver:
         if group.common is not None:
             self._queue.wait_for_common(group, self._residency.map_common(group)).wait()
             if group.weight_chunk.newest(0) is None:
-                slot, _ = self._buffer(group)
+                slot, _ = self._take_gather_slot(group)
                 group.weight_chunk.fill(slot)
                 self._fetched[group] = None
             return
         own, lent = self._residency.shard_for_peers(group)
         try:
             if group.weight_chunk.newest(0) is not None:  # the copy that is here may be in use
-                slot = self._take(group.weight_chunk.bytes, f"gather {group.name}")
+                slot = self._take_slot(group.weight_chunk.bytes, f"gather {group.name}")
                 self._queue.gather(group, own, slot.flat(group.dtype, group.chunk_numel)).wait()
                 self._residency.return_slot(slot)
             else:
-                slot, whole = self._buffer(group)
+                slot, whole = self._take_gather_slot(group)
                 self._queue.gather(group, own, whole).wait()
                 group.weight_chunk.fill(slot)
                 self._fetched[group] = None
@@ -137,7 +137,7 @@ class FollowingDriver:
             if lent is not None:
                 self._residency.return_slot(lent)
 
-    def _buffer(self, group: ParamGroup) -> tuple[Slot, torch.Tensor]:
+    def _take_gather_slot(self, group: ParamGroup) -> tuple[Slot, torch.Tensor]:
         if group.common is None:
             self._make_room(group.weight_chunk.bytes, f"gather {group.name}")
         return self._residency.begin_gather(group)
@@ -153,7 +153,7 @@ class FollowingDriver:
             self._gradients.keep_left_over(record, gradient)
             return True
         if group not in self._staged:
-            self._staged[group] = self._take_whole(group), []
+            self._staged[group] = self._take_gradient_slot(group), []
         slot, records = self._staged[group]
         target = record.shaped(slot.flat(group.dtype, group.chunk_numel))
         self._store.device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (), (target,))
@@ -191,7 +191,7 @@ class FollowingDriver:
                     self._gradients.keep_left_over(record, record.shaped(whole))
                     whole[record.span].fill_(-0.0)
                     left.remove(record)
-            take = partial(self._take, name=f"gradients of {group.name}")
+            take = partial(self._take_slot, name=f"gradients of {group.name}")
             self._queue.sum_now(self._gradients, group, planned, whole, take)
         except BaseException:  # where memory is short the sum is tried again
             self._staged[group] = slot, left
@@ -202,14 +202,14 @@ class FollowingDriver:
         """Return a group's gradients, on the compute tier, with the parameters that have one."""
         slot, records = self._staged.get(group, (None, []))
         if slot is None or slot.tier:
-            near = self._take_whole(group)
+            near = self._take_gradient_slot(group)
             if slot is not None:
                 self._move(slot, near)
             slot = near
         self._staged.pop(group, None)
         return slot, records
 
-    def _move_down(self, *, final: bool = False) -> bool:
+    def _move_staged_to_host(self, *, final: bool = False) -> bool:
         """Move the gradients of one group to host memory; return False if none are left on the compute tier.
 
         ``final``: only groups to which no gradient comes any more, and only into memory that is free.
@@ -241,7 +241,7 @@ class FollowingDriver:
         def enough() -> bool:
             return before - self._store.ledger.used_bytes[0] >= needed_bytes
 
-        make_room(enough, self._drop_one, self._store.free_spare, self._move_down)
+        make_room(enough, self._drop_one, self._store.free_spare, self._move_staged_to_host)
         return before - self._store.ledger.used_bytes[0]
 
     def finish(self) -> None:
@@ -270,18 +270,18 @@ class FollowingDriver:
 
     # Memory.
 
-    def _take(self, size: int, name: str) -> Slot:
+    def _take_slot(self, size: int, name: str) -> Slot:
         size = max(align_up(size), 128)
         self._make_room(size, name)
         return self._residency.take_slot(size)
 
-    def _take_whole(self, group: ParamGroup) -> Slot:
+    def _take_gradient_slot(self, group: ParamGroup) -> Slot:
         """Return a slot for a group's gradients."""
-        return self._take(group.weight_chunk.bytes, f"gradients of {group.name}")
+        return self._take_slot(group.weight_chunk.bytes, f"gradients of {group.name}")
 
     def _make_room(self, size: int, name: str) -> None:
         """Make room for a slot by dropping gathered groups, the least recently used first."""
-        if not make_room(lambda: self._fits(size), self._drop_one, self._store.free_spare, self._move_down):
+        if not make_room(lambda: self._fits(size), self._drop_one, self._store.free_spare, self._move_staged_to_host):
             store, nonmodel = self._store, self._store.ledger.nonmodel_bytes
             total = store.ledger.used_bytes[0] + size + nonmodel
             scattered = total <= store.tiers[0].capacity_bytes  # enough is free, but not side by side

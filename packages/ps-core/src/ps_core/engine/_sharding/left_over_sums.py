@@ -35,7 +35,7 @@ class LeftOverSums:
         self, records: Sequence[ParamState], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
     ) -> None:
         """Raise `RanksDiverged` unless all ranks take the same step; then complete the gradients for it."""
-        rows = self._gradients.alike.compare_step(records, settings_of, max_norm, loss_scale, self._told(records))
+        rows = self._gradients.comparison.compare_step(records, settings_of, max_norm, loss_scale, self._told(records))
         self._complete(records, rows)
 
     def before_read(self, records: Sequence[ParamState]) -> None:

@@ -34,13 +34,13 @@ def merged(recordings: Sequence[Sequence[MomentRecord]]) -> list[MomentRecord]:
     for backward in (False, True):
         part: list[_Place] = []
         for number, moments in enumerate(recordings):
-            part = _with(part, number, [moment for moment in moments if moment.backward is backward])
+            part = _align(part, number, [moment for moment in moments if moment.backward is backward])
         places += part
-    rows = [_row(number, places) for number in range(len(recordings))]
-    return [_together(each) for each in zip(*rows, strict=True)]
+    rows = [_moments_of(number, places) for number in range(len(recordings))]
+    return [_combined(each) for each in zip(*rows, strict=True)]
 
 
-def _with(places: list[_Place], number: int, moments: list[MomentRecord]) -> list[_Place]:
+def _align(places: list[_Place], number: int, moments: list[MomentRecord]) -> list[_Place]:
     """Add one recording's moments to those of the recordings before."""
     keys = [(moment.backward, moment.reads, moment.grad_groups) for moment in moments]
     found: list[_Place] = []
@@ -56,7 +56,7 @@ def _with(places: list[_Place], number: int, moments: list[MomentRecord]) -> lis
     return found
 
 
-def _row(number: int, places: list[_Place]) -> list[MomentRecord]:
+def _moments_of(number: int, places: list[_Place]) -> list[MomentRecord]:
     """Return what a recording has in every place; where it has no part, what it has at the time."""
     after: list[MomentRecord | None] = [None] * len(places)
     following: MomentRecord | None = None
@@ -78,7 +78,7 @@ def _row(number: int, places: list[_Place]) -> list[MomentRecord]:
     return row
 
 
-def _together(moments: Sequence[MomentRecord]) -> MomentRecord:
+def _combined(moments: Sequence[MomentRecord]) -> MomentRecord:
     """Return the moment that has room for those of all recordings."""
     return replace(
         moments[0],

@@ -216,7 +216,7 @@ class RanksExecutor(InstructionExecutor):
         for record in self._plan.learning[group]:
             self._gradients.expect(record)
         if over:
-            self._gradients.lose_weight(group)
+            self._gradients.mark_weight_overwritten(group)
         into = self._slots[shard].flat(self._gradients.dtype(group), group.shard_numel)
         scratch_memory = self._slots[scratch].memory
         self._note(op, self._queue.sum(group, into, whole, scratch_memory, instr, self._ready()))

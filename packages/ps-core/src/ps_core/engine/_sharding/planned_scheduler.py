@@ -54,7 +54,8 @@ class RanksScheduler(PlanScheduler):
     ) -> None:
         assert isinstance(engine.residency, ShardedResidency), "several ranks share the model"
         assert isinstance(engine.gradients, ShardedGradients), "several ranks share the model"
-        self._residency, self._gradients, self._alike = engine.residency, engine.gradients, engine.gradients.alike
+        self._residency, self._gradients = engine.residency, engine.gradients
+        self._comparison = engine.gradients.comparison
         self._together = engine.residency.together
         super().__init__(engine, setup, model_name=model_name, options=options, cast=cast)
         self._residency.serve()
@@ -92,12 +93,12 @@ class RanksScheduler(PlanScheduler):
         done, self._calls = self._calls, self._calls + 1
         if done and (done & (done - 1) == 0 or done % _ASKED_EVERY == 0):
             wanted = float(self._in_force.found is not None)
-            if any(self._alike.compare_free_bytes(wanted, "whether a pass is to be planned")):
+            if any(self._comparison.compare_free_bytes(wanted, "whether a pass is to be planned")):
                 self._in_force.replan()
 
     def _request_free_bytes(self, size_bytes: int) -> None:
         """Tell the other ranks with the next comparison to leave more free."""
-        self._alike.propose_free_bytes(size_bytes)
+        self._comparison.propose_free_bytes(size_bytes)
 
     def _foresee(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Plan the first pass from what the ranks estimate; if a rank cannot, it goes without a plan.
@@ -143,8 +144,8 @@ class RanksScheduler(PlanScheduler):
         self._served, self._part, self._batch = batch, batch, None
         if training and self._gradients.passes and not self._engine.holds_gradients():
             self._gradients.end_step()  # what there was, was forgotten
-        if training or self._alike.has_writes:
-            self._alike.compare()
+        if training or self._comparison.has_writes:
+            self._comparison.compare()
         if (
             plan is None
             or batch is None
@@ -157,7 +158,7 @@ class RanksScheduler(PlanScheduler):
             if training:
                 self._gradients.begin_pass()
             return UnplannedDriver(self._residency, self._gradients, self._engine.counters, training=training)
-        free_bytes = self._alike.take_free_bytes()  # which a rank asked for; all begin the same pass
+        free_bytes = self._comparison.take_free_bytes()  # which a rank asked for; all begin the same pass
         if free_bytes and not self._in_force.leave_free(free_bytes):
             self._say("memory ran out, and no plan leaves more free, so the plan stays")
         plan = self._in_force.plan or plan
@@ -214,11 +215,11 @@ class RanksScheduler(PlanScheduler):
         """Tell the other ranks, as the step is compared, whether this one has a pass to plan from."""
         self._recover()
         self._before_step = self._engine.passes.gradient_passes
-        self._alike.propose_plan(wanted=self._in_force.wants_plan())
+        self._comparison.propose_plan(wanted=self._in_force.wants_plan())
 
     def step(self, settings_of: SettingsOf, factor: float) -> bool:
         """Plan if the ranks agreed to; then carry out the plan's step, if it is the step that is wanted."""
-        self._in_force.begin_step(plans=self._alike.agreed_to_plan)
+        self._in_force.begin_step(plans=self._comparison.agreed_to_plan)
         return super().step(settings_of, factor)
 
     def _say(self, text: str) -> None:

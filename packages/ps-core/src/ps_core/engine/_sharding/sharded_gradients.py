@@ -25,7 +25,7 @@ from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._optim.group_step import numbers
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
-from ps_core.engine._sharding.compare_ranks import Alike
+from ps_core.engine._sharding.compare_ranks import RankComparison
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._support.checksum import checksum
 
@@ -40,8 +40,8 @@ class ShardedGradients(GradientStore):
 
     def __init__(self, residency: ShardedResidency, *, overwrites: bool) -> None:
         super().__init__(residency, overwrites=False)
-        self.alike = Alike(residency.together)
-        self._over_weights = overwrites
+        self.comparison = RankComparison(residency.together)
+        self._may_overwrite_weights = overwrites
         self._measured: dict[ParamState, torch.Tensor] = {}
         """This rank's part of the norm, where it was measured when the sum arrived."""
         self.given = 0
@@ -109,13 +109,13 @@ class ShardedGradients(GradientStore):
         """Forget gradients as one process does; the other ranks must forget the same."""
         if records:
             names = ", ".join(record.name for record in records)
-            self.alike.note(f"{len(records)} gradients were forgotten", names)
+            self.comparison.note(f"{len(records)} gradients were forgotten", names)
         super().discard(records)
 
     def scale(self, record: ParamState, factor: float) -> None:
         """Scale a gradient as one process does; the other ranks must scale alike."""
         self.check_summed(record)
-        self.alike.note(f"the gradient of {record.name!r} was multiplied", repr(factor))
+        self.comparison.note(f"the gradient of {record.name!r} was multiplied", repr(factor))
         super().scale(record, factor)
 
     def check_summed(self, record: ParamState) -> None:
@@ -130,33 +130,33 @@ class ShardedGradients(GradientStore):
         """Note a gradient that the user wrote; the other ranks must write the same."""
         self.check_summed(record)
         self._measured.pop(record, None)
-        self.alike.note(f"the gradient of {record.name!r} was written", str(checksum(value)))
+        self.comparison.note(f"the gradient of {record.name!r} was written", str(checksum(value)))
 
     def dtype(self, group: ParamGroup) -> torch.dtype:
         """Return the type that sums over ranks are rounded to."""
-        return group.dtype if self._goes_over(group) else torch.float32
+        return group.dtype if self._overwrites_weight(group) else torch.float32
 
-    def _goes_over(self, group: ParamGroup) -> bool:
-        return self._over_weights and group.weight is Kind.P16
+    def _overwrites_weight(self, group: ParamGroup) -> bool:
+        return self._may_overwrite_weights and group.weight is Kind.P16
 
-    def _empty(self, group: ParamGroup) -> Chunk | None:
+    def _chunk_to_fill(self, group: ParamGroup) -> Chunk | None:
         """Return the chunk that the next sum of a group fills; None: the next is added to one that is there."""
         if any(each.gradient not in (GradientPlace.NONE, GradientPlace.ON_ITS_WAY) for each in group.tensors):
             return None
-        return group.chunks[Kind.P16] if self._goes_over(group) else self.sums.accumulator(group)
+        return group.chunks[Kind.P16] if self._overwrites_weight(group) else self.sums.accumulator(group)
 
     def direct_target(self, group: ParamGroup) -> Slot | None:
         """Return the slot on the compute tier that the sum over ranks may go to directly; None: there is none."""
-        chunk = None if self.forgets else self._empty(group)
+        chunk = None if self.forgets else self._chunk_to_fill(group)
         if chunk is None or chunk.home.tier:
             return None
-        if self._goes_over(group):
-            self.lose_weight(group)
+        if self._overwrites_weight(group):
+            self.mark_weight_overwritten(group)
         return chunk.home
 
     def make_room_for_sum(self, group: ParamGroup) -> None:
         """Reserve what `accept_sum` takes; if memory is short, raise before other ranks take part in the sum."""
-        if not self.forgets and self._empty(group) is None:
+        if not self.forgets and self._chunk_to_fill(group) is None:
             self.restore_weights(group)
             self.sums.accumulator(group)
 
@@ -164,13 +164,13 @@ class ShardedGradients(GradientStore):
         """Store the sum over ranks of this shard, which lies in a slot of the compute tier."""
         if self.forgets:
             return  # the parameters stay as those whose sums broke off
-        chunk = self._empty(group)
+        chunk = self._chunk_to_fill(group)
         if chunk is None:
             self._add(group, records, slot)
         else:
-            over = self._goes_over(group)
+            over = self._overwrites_weight(group)
             if over:
-                self.lose_weight(group)
+                self.mark_weight_overwritten(group)
                 self._store.device.declare_access(Queue.COMPUTE, f"norms of {group.name}", (slot.memory,), ())
                 self._measure_pieces(records, slot.flat(group.dtype, group.shard_numel))
             self._fill(chunk, slot)
@@ -275,7 +275,7 @@ class ShardedGradients(GradientStore):
         elif rows and launch is not None:
             launch(f"norms of {rows[0].group.name}", (flat,), (), partial(self._measure_pieces, rows, flat))
 
-    def lose_weight(self, group: ParamGroup) -> None:
+    def mark_weight_overwritten(self, group: ParamGroup) -> None:
         """Mark this rank's shard of the weight as overwritten: the master alone has the weight now."""
         for record in group.tensors:
             record.mark_slot_taken()

@@ -10,8 +10,8 @@ they are gone, but counts as evicted. For when they go may be up to the garbage 
 Ranks of one computer that compute in fp32 on the CPU map each other's shards (`CommonWeights`). A group's gathered copy
 is then a mapping: nothing is copied, and it takes no bytes of the budget. A gather only says that every rank's shard is
 stepped. No rank begins a step while another one computes, since all ranks compare something before a step. Before any
-other change of weights they meet too (`Alike.before_write`, and what loads compare). A mapping that the program wrote
-to, or still has an alias of, is replaced.
+other change of weights they meet too (`RankComparison.before_write`, and what loads compare). A mapping that the
+program wrote to, or still has an alias of, is replaced.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class ShardedStepper(OnDemandStepper):
 
     def compare(self) -> None:
         """Raise `RanksDiverged` unless all ranks did the same between passes."""
-        self._gradients.alike.compare()
+        self._gradients.comparison.compare()
 
     def compare_step(
         self, records: Sequence[ParamState], settings_of: SettingsOf, max_norm: float | None, loss_scale: float
@@ -57,9 +57,9 @@ class ShardedStepper(OnDemandStepper):
 
     def write(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
         """Write as one process does; the other ranks must write the same."""
-        self._gradients.alike.before_write()
+        self._gradients.comparison.before_write()
         of = "" if kind in (Kind.P32, record.group.weight) else "the optimizer's state of "
-        self._gradients.alike.note(f"{of}{record.name!r} was written", f"{kind.value} {checksum(value)}")
+        self._gradients.comparison.note(f"{of}{record.name!r} was written", f"{kind.value} {checksum(value)}")
         super().write(record, kind, value)
 
     def free_sums(self) -> None:
