@@ -18,7 +18,7 @@ def pair() -> Iterator[list[ShardAnswers]]:
     """Two ranks, whose shards of a group say whose, and of which group of which model, they are."""
     made = [ShardAnswers("localhost", 5.0) for _ in range(2)]
     for rank, each in enumerate(made):
-        each.know([other.address for other in made])
+        each.set_addresses([other.address for other in made])
         for model in range(2):
             each.add(lambda group, _, rank=rank, model=model: _shard(rank, model, group))
     yield made
@@ -40,7 +40,7 @@ def test_every_rank_gets_the_shards_of_all_in_their_order(pair: list[ShardAnswer
 def test_who_does_not_know_the_secret_gets_no_answer(pair: list[ShardAnswers]) -> None:
     mine, other = pair
     _, host, port = ADDRESS.unpack(other.address)
-    mine.know([mine.address, ADDRESS.pack(b"guessed", host, port)])
+    mine.set_addresses([mine.address, ADDRESS.pack(b"guessed", host, port)])
     with pytest.raises(RanksDiverged, match="rank 1 does not answer for its shard of group 2"):
         mine.ask(0, 2, 0, me=0)
 
@@ -89,7 +89,7 @@ def test_who_has_ended_refuses_and_who_is_busy_does_not() -> None:
     each = ShardAnswers("localhost", 5.0)
     each.add(lambda group, steps: _shard(0, 0, 0))
     asked = [refuses(each.address) for _ in range(3)]
-    each.know([each.address])
+    each.set_addresses([each.address])
     assert [shard.numel() for shard in each.ask(0, 1, 0, me=1)] == [3000], "it still answers"
     address = each.address
     each.close()

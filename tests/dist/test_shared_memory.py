@@ -52,7 +52,7 @@ def test_ranks_that_have_computers_of_their_own_send(machines: tuple[str, str]) 
     why = "no two ranks are known to run on one computer"
     found = share_memory(nobody, computers, 0, lambda: False, 1.0)
     assert found == Sharing(computers, why_not=why)
-    assert found.together(0) == 2, "which is careful, if it is not known"
+    assert found.ranks_on_computer_of(0) == 2, "which is careful, if it is not known"
     assert share_memory(nobody, [(0,)], 0, lambda: False, 1.0) == Sharing([(0,)])
 
 
@@ -60,7 +60,7 @@ def test_which_ranks_run_on_one_computer() -> None:
     places = {rank: Location("host", rank, each) for rank, each in enumerate(("a", "b", "a", "", ""))}
     computers = ranks_by_computer(places)
     assert computers == [(0, 2), (1,), (3,), (4,)]
-    assert [Sharing(computers).together(rank) for rank in range(5)] == [2, 1, 2, 1, 1]
+    assert [Sharing(computers).ranks_on_computer_of(rank) for rank in range(5)] == [2, 1, 2, 1, 1]
 
 
 @pytest.mark.parametrize(("process", "why"), [(0, "no memory"), (1, "no memory"), (0, "")])

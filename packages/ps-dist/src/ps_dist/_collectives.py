@@ -103,7 +103,8 @@ class TorchCollectives:
         """All processes, those of other copies included."""
         self.process = mesh.rank
         """This process's rank among all."""
-        self.local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", sharing.together(mesh.rank))), mesh.size)
+        here = sharing.ranks_on_computer_of(mesh.rank)
+        self.local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", here)), mesh.size)
         """Processes on this computer, as torchrun says, or as they found; all processes where they know of none."""
 
     # Jobs.
@@ -129,7 +130,7 @@ class TorchCollectives:
             found: list[bytes] = []
             address = self._answers.address
             self.start(lambda session: found.extend(session.exchange(address, "where questions are answered"))).wait()
-            self._answers.know([found[rank] for rank in self.mesh.shard_peers])
+            self._answers.set_addresses([found[rank] for rank in self.mesh.shard_peers])
             self._watchdog.has_ended = lambda rank: refuses(found[rank])
         model = self._answers.add(answer)
         return partial(self._answers.ask, model, me=self.mesh.shard)

@@ -165,8 +165,8 @@ class PeerListener:
                 else:
                     _wait_for(self._socket, give_up, limit_s)
                     unix_sockets.append(self._socket.accept()[0])
-                self._greet(unix_sockets[-1])
-                found.append(self._take_in(unix_sockets[-1], give_up, limit_s))
+                self._send_heap(unix_sockets[-1])
+                found.append(self._receive_heap(unix_sockets[-1], give_up, limit_s))
             if {each.peer for each in found} != set(addresses):
                 raise OSError(f"expected ranks {sorted(addresses)}, found {sorted(each.peer for each in found)}")
         except BaseException:
@@ -179,7 +179,7 @@ class PeerListener:
         """Listen no more."""
         self._socket.close()
 
-    def _greet(self, unix_socket: socket.socket) -> None:
+    def _send_heap(self, unix_socket: socket.socket) -> None:
         """Send this process's heap to a process of the same user."""
         found = unix_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_IDS.size)
         user = _PEER_IDS.unpack(found)[1]
@@ -188,7 +188,7 @@ class PeerListener:
         text = _HELLO.pack(self._rank, self.heap.size_bytes)
         socket.send_fds(unix_socket, [text], [self.heap.file])
 
-    def _take_in(self, unix_socket: socket.socket, give_up: Callable[[], bool], limit_s: float) -> PeerConnection:
+    def _receive_heap(self, unix_socket: socket.socket, give_up: Callable[[], bool], limit_s: float) -> PeerConnection:
         """Map the heap that the other process sends."""
         _wait_for(unix_socket, give_up, limit_s)
         text, files, _, _ = socket.recv_fds(unix_socket, _HELLO.size, 1)

@@ -50,7 +50,7 @@ class ShardAnswers:
         """Return what other ranks need to ask."""
         return ADDRESS.pack(self._secret, self._host.encode(), self._socket.getsockname()[1])
 
-    def know(self, addresses: Sequence[bytes]) -> None:
+    def set_addresses(self, addresses: Sequence[bytes]) -> None:
         """Ask at these addresses from now on, in order of rank."""
         self._others = addresses
 
@@ -71,10 +71,10 @@ class ShardAnswers:
         secret, host, port = ADDRESS.unpack(address)
         where = host.rstrip(b"\0").decode(), port
         try:
-            with socket.create_connection(where, self._timeout_s) as line:
-                line.sendall(_QUESTION.pack(secret, *question))
-                (size,) = _SIZE.unpack(_received(line, _SIZE.size))
-                return torch.frombuffer(_received(line, size), dtype=torch.uint8)
+            with socket.create_connection(where, self._timeout_s) as connection:
+                connection.sendall(_QUESTION.pack(secret, *question))
+                (size,) = _SIZE.unpack(_receive(connection, _SIZE.size))
+                return torch.frombuffer(_receive(connection, size), dtype=torch.uint8)
         except (OSError, EOFError, struct.error) as error:
             raise RanksDiverged(f"rank {rank} does not answer for its shard of group {question[1]}: {error}") from error
 
@@ -89,16 +89,16 @@ class ShardAnswers:
     def _serve(self) -> None:
         while True:
             try:
-                line, _ = self._socket.accept()
+                connection, _ = self._socket.accept()
             except OSError:  # closed
                 return
-            with line, suppress(Exception):  # who asks in vain says so, and others are still answered
-                line.settimeout(self._timeout_s)
-                secret, *question = _QUESTION.unpack(_received(line, _QUESTION.size))
+            with connection, suppress(Exception):  # who asks in vain says so, and others are still answered
+                connection.settimeout(self._timeout_s)
+                secret, *question = _QUESTION.unpack(_receive(connection, _QUESTION.size))
                 shard = self._answered(*question) if secrets.compare_digest(secret, self._secret) else None
                 if shard is not None:
-                    line.sendall(_SIZE.pack(shard.numel()))
-                    line.sendall(shard.numpy().data)
+                    connection.sendall(_SIZE.pack(shard.numel()))
+                    connection.sendall(shard.numpy().data)
 
     def _answered(self, model: int, group: int, steps: int) -> Tensor | None:
         """Return an answer once there is one; None: this process leaves."""
@@ -124,10 +124,10 @@ def refuses(address: bytes) -> bool:
     return False
 
 
-def _received(line: socket.socket, size: int) -> bytearray:
+def _receive(connection: socket.socket, size: int) -> bytearray:
     found, count = bytearray(size), 0
     while count < size:
-        more = line.recv_into(memoryview(found)[count:])
+        more = connection.recv_into(memoryview(found)[count:])
         if not more:
             raise EOFError(f"the connection ended after {count} of {size} bytes")
         count += more

@@ -44,7 +44,7 @@ class Sharing:
     why_not: str = ""
     """Why there are none, where they were wanted and would have been of use."""
 
-    def together(self, rank: int) -> int:
+    def ranks_on_computer_of(self, rank: int) -> int:
         """Return how many ranks run on a rank's computer; all, if no two are known to run on one."""
         ranks = sum(map(len, self.computers))
         if len(self.computers) == ranks:
