@@ -48,7 +48,6 @@ class NcclMessages(PeerMessages):
         self.received_bytes = control.received_bytes
         self.device = device
         self.name = "none" if group is None else "nccl"
-        """The transport's name in `Statistics`."""
         work = torch.empty(_PIECE_NUMEL, dtype=torch.float32, device=device)
         self.reduce_scatter = OrderedReduceScatter(self, mesh, work)
 

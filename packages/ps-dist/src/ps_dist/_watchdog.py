@@ -225,11 +225,10 @@ class Watchdog:
         """
         asked_at_s = self._asked_at_s
         silent_s = 0.0 if asked_at_s is None else self._clock() - asked_at_s
-        if silent_s > self._timeouts.answer_s:
-            return silent_s
-        return (
-            silent_s if silent_s > 2 * self._timeouts.look_s and self._names.store_rank in self._local.ended() else 0.0
-        )
+        limit_s = self._timeouts.answer_s
+        if silent_s > 2 * self._timeouts.look_s and self._names.store_rank in self._local.ended():
+            limit_s = 0.0
+        return silent_s if silent_s > limit_s else 0.0
 
     def _judge_alone(self, *, store_silent_s: float = 0.0, store_error: str = "") -> None:
         """End this rank's wait if it is in vain, from what this rank knows."""
