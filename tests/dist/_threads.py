@@ -207,11 +207,11 @@ class _WithoutEstimate(RanksScheduler):
 class _WithoutPlan(RanksPlan):
     """Is never in force."""
 
-    def _exchange_passes(self, mine: list[Any], what: str) -> list[str]:
+    def _exchange_passes(self, mine: list[Any], what: str) -> list[dict[str, Any]]:
         self.found = None
         return []
 
-    def _plan_from(self, texts: list[str]) -> None:
+    def _plan_from(self, ranks: list[dict[str, Any]]) -> None:
         pass
 
 

@@ -58,8 +58,8 @@ class RanksPlanRequest(PlanRequest):
         self._smallest: tuple[Tier, ...] = ()
         """The tiers to plan for: of each, the smallest that a rank has."""
 
-    def to_text(self, recordings: Sequence[Recorded]) -> str:
-        """Write what this rank recorded of its passes, and how much room it has."""
+    def exchange(self, recordings: Sequence[Recorded], what: str) -> list[dict[str, Any]]:
+        """Tell the other ranks what this one recorded, and how much room it has; return what each rank told."""
         constant_bytes = self._engine.constant_bytes
         passes = [
             {
@@ -69,18 +69,18 @@ class RanksPlanRequest(PlanRequest):
             }
             for recording, batch in recordings
         ]
-        return json.dumps({"passes": passes, "tiers": [tier.capacity_bytes for tier in super()._tiers()]})
+        mine = json.dumps({"passes": passes, "tiers": [tier.capacity_bytes for tier in super()._tiers()]})
+        return list(map(json.loads, exchange_texts(self._together, mine, what)))
 
-    def take_estimate(self, texts: Sequence[str]) -> tuple[list[str], PassRecording | None]:
-        """Return every rank's text with rank 0's passes, and rank 0's estimate; None if rank 0 has none."""
-        rows = list(map(json.loads, texts))
-        for row in rows:
-            row["passes"] = rows[0]["passes"]
-        found = None
-        for each in rows[0]["passes"]:
-            activations = ActivationLog.from_json(each["activations"])
-            found = PassRecording(self._moments(each), foreseen=True, activations=activations)
-        return list(map(json.dumps, rows)), found
+    def take_estimate(self, ranks: Sequence[dict[str, Any]]) -> PassRecording | None:
+        """Give every rank rank 0's passes, and return rank 0's estimate; None if rank 0 has none."""
+        passes = ranks[0]["passes"]
+        for rank in ranks:
+            rank["passes"] = passes
+        if not passes:
+            return None
+        activations = ActivationLog.from_json(passes[0]["activations"])
+        return PassRecording(self._moments(passes[0]), foreseen=True, activations=activations)
 
     def _moments(self, one_pass: dict[str, Any]) -> list[MomentRecord]:
         """Read the moments of a pass that a rank wrote, and subtract this rank's constant bytes."""
@@ -88,9 +88,11 @@ class RanksPlanRequest(PlanRequest):
         moments = map(_moment, one_pass["moments"])
         return [replace(each, nonmodel_bytes=each.nonmodel_bytes - constant_bytes) for each in moments]
 
-    def combine(self, texts: Sequence[str]) -> Recorded | None:
-        """Return the pass of all ranks, and a batch as large as any; None: there is none to plan for."""
-        ranks = [json.loads(text) for text in texts]
+    def combine(self, ranks: Sequence[dict[str, Any]]) -> Recorded | None:
+        """Return the pass of all ranks, and a batch as large as any; None: there is none to plan for.
+
+        ``ranks``: what each rank told, see `exchange`.
+        """
         passes = [each for rank in ranks for each in rank["passes"]]
         batches = list(map(_batch, passes))
         if not all(rank["passes"] for rank in ranks):

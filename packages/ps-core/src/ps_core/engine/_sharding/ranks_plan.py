@@ -6,6 +6,7 @@ See [Note: one plan] in `plan_agreement`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ps_core._errors import DoesNotFit
 from ps_core.engine._execution.engine import Engine
@@ -13,7 +14,7 @@ from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.lower_home_slots import HomePlacement
 from ps_core.engine._execution.other_batches import OtherBatches
 from ps_core.engine._execution.plan_in_force import PlanInForce
-from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts
+from ps_core.engine._sharding.plan_agreement import RanksPlanRequest
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.first_pass import matches_estimate
@@ -75,11 +76,11 @@ class RanksPlan(PlanInForce):
 
     def foresee_together(self, estimate: PassRecording | None, batch: BatchShape, *, alike: bool) -> None:
         """Plan the first pass from what the ranks estimated; ``alike``: rank 0 did so for all of them."""
-        texts = self._exchange_passes([] if estimate is None else [(estimate, batch)], "the estimated pass")
+        ranks = self._exchange_passes([] if estimate is None else [(estimate, batch)], "the estimated pass")
         if alike:
-            texts, estimate = self._asking.take_estimate(texts)
+            estimate = self._asking.take_estimate(ranks)
         self._mine = None if estimate is None else (estimate, batch)
-        self._plan_from(texts)
+        self._plan_from(ranks)
         self.estimated = self.plan is not None
 
     def note_pass(self, recording: PassRecording, batch: BatchShape, *, left_plan: bool) -> None:
@@ -114,14 +115,14 @@ class RanksPlan(PlanInForce):
         self._plan_from(self._exchange_passes(mine, "the recorded pass"))
         self._end_replan()
 
-    def _exchange_passes(self, mine: list[Recorded], what: str) -> list[str]:
+    def _exchange_passes(self, mine: list[Recorded], what: str) -> list[dict[str, Any]]:
         """Tell the other ranks what this one recorded or estimated; return what each one tells."""
         self.found = None
-        return exchange_texts(self._residency.together, self._asking.to_text(mine), what)
+        return self._asking.exchange(mine, what)
 
-    def _plan_from(self, texts: list[str]) -> None:
+    def _plan_from(self, ranks: list[dict[str, Any]]) -> None:
         """Follow a plan of what the ranks told each other, if there is one."""
-        combined = self._asking.combine(texts)
+        combined = self._asking.combine(ranks)
         if combined is None or combined in (self.source, self._refused):  # the same on all ranks
             return
         try:
