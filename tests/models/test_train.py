@@ -329,7 +329,8 @@ def test_the_summary_and_the_sample(tmp_path: Path, capsys: Capture) -> None:
     told = capsys.readouterr().out
     assert re.match(r"reading .*\ngpt-2x32: 66.7K parameters, 2 layers of 32, 264 tokens; bf16 on emulated, 32 t", told)
     assert re.search(r"^ *step +loss +norm +lr +tokens/s +TFLOPS +MFU +device of 390.6 KiB +host of ", told, re.M)
-    assert len(re.findall(r"^ *[13]/3 ", told, re.M)) == 2
+    ends = re.findall(r"^ *[13]/3 .* (\S+)$", told, re.M)
+    assert [end[-1] for end in ends] == ["B", "s"], "the first step, which also plans, says nothing of the time left"
     assert re.search(r"^trained 3 steps, 96 tokens in \d+s, [\d,]+ tokens/s$", told, re.M)
     model_data = re.search(r"^  model data +([\d.]+) KiB  14\.\d bytes each of \d+\.?\d*K$", told, re.M)
     assert model_data is not None
@@ -415,7 +416,8 @@ def test_a_terminal_gets_a_display_in_place(tmp_path: Path, monkeypatch: pytest.
     assert not any("#" in line for line in shown), "no line has a bar in it, and none is left at the end"
     assert sum(line.startswith("validation loss after step ") for line in shown) == 2
     assert any(line.startswith("ps_core: GPT: planned ") for line in shown), "the engine's lines come above the bar"
-    bars = [line for line in re.split(r"[\r\n]", told) if "tokens/s, " in line]
+    bars = [line for line in re.split(r"[\r\n]", told) if " tokens/s" in line and "#" in line]
+    assert ["left" in bar for bar in bars[:1] + bars[-1:]] == [False, True]
     assert max(map(len, bars)) <= len("\x1b[K") + 99, "a bar has no second line"
 
 

@@ -30,8 +30,8 @@ class RunLogger(Protocol):
     def say(self, text: str) -> None:
         """Report a text for people."""
 
-    def step(self, row: StepMetrics, left_s: float) -> None:
-        """Report a step; ``left_s``: the seconds that remain."""
+    def step(self, row: StepMetrics, left_s: float | None) -> None:
+        """Report a step; ``left_s``: the seconds that remain, None if unknown."""
 
     def close(self) -> None:
         """End the report."""
@@ -48,7 +48,7 @@ class TextLogger:
         """Write the text; see `RunLogger`."""
         tell(text, self._stream)
 
-    def step(self, row: StepMetrics, left_s: float) -> None:
+    def step(self, row: StepMetrics, left_s: float | None) -> None:
         """Write a line for the first step, the last one, every ``--log-every`` steps, and those with a validation."""
         if row.step % self._every and self._headed and row.step != self._steps and row.val_loss is None:
             return
@@ -56,7 +56,7 @@ class TextLogger:
         if not self._headed:
             self.say("  ".join(name.rjust(max(len(name), len(cell))) for name, cell in columns.items()))
             self._headed = True
-        self.say("  ".join(cell.rjust(len(name)) for name, cell in columns.items()))
+        self.say("  ".join(cell.rjust(len(name)) for name, cell in columns.items()).rstrip())
         if row.val_loss is not None:
             self.say(f"validation loss after step {row.step}: {row.val_loss:.4f}")
 
@@ -64,7 +64,7 @@ class TextLogger:
         """End the lines; see `RunLogger`."""
 
 
-def cells(row: StepMetrics, steps: int, left_s: float) -> dict[str, str]:
+def cells(row: StepMetrics, steps: int, left_s: float | None) -> dict[str, str]:
     """Return a step's table cells by their headings, which are as wide as the cells."""
     width = len(str(steps))
     found = {
@@ -81,7 +81,7 @@ def cells(row: StepMetrics, steps: int, left_s: float) -> dict[str, str]:
         part = held["peak_bytes"] / max(1, held["budget_bytes"])
         found[f"{tier} of {format_bytes(held['budget_bytes'])}"] = f"{format_bytes(held['peak_bytes'])}, {part:.0%}"
     found["moved a step"] = format_bytes(sum(row.moved_bytes.values()))
-    found["    left"] = clock(left_s)
+    found["    left"] = "" if left_s is None else clock(left_s)
     return found
 
 
@@ -116,12 +116,12 @@ class ProgressBarLogger(TextLogger):
         super().say(text)
         self._draw()
 
-    def step(self, row: StepMetrics, left_s: float) -> None:
+    def step(self, row: StepMetrics, left_s: float | None) -> None:
         """Write the step's line, and redraw the bar; see `RunLogger`."""
         done = row.step * _BAR_CELLS // self._steps
         self._bar = (
             f"step {row.step}/{self._steps} [{'#' * done}{'.' * (_BAR_CELLS - done)}] loss {row.loss:.4f}, "
-            f"{row.tokens_per_s:,.0f} tokens/s, {clock(left_s)} left"
+            f"{row.tokens_per_s:,.0f} tokens/s" + ("" if left_s is None else f", {clock(left_s)} left")
         )
         super().step(row, left_s)
         self._draw()
@@ -161,7 +161,7 @@ class TensorBoardLogger:
     def say(self, text: str) -> None:
         """Do nothing: only numbers are written."""
 
-    def step(self, row: StepMetrics, left_s: float) -> None:
+    def step(self, row: StepMetrics, left_s: float | None) -> None:
         """Write the step's numbers; those of an earlier call for this step and later ones are purged."""
         if self._writer is None:
             self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
@@ -186,7 +186,7 @@ class WandbLogger:
     def say(self, text: str) -> None:
         """Do nothing: only numbers are sent."""
 
-    def step(self, row: StepMetrics, left_s: float) -> None:
+    def step(self, row: StepMetrics, left_s: float | None) -> None:
         """Send the step's numbers; see `RunLogger`."""
         self._run.log(row.flat(), step=row.step)
 

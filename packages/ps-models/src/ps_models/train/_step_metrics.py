@@ -138,15 +138,18 @@ def memory_of(counted: Statistics) -> dict[str, dict[str, int]]:
 
 
 class RemainingTime:
-    """Estimate the time of the remaining steps."""
+    """Estimate the time of the remaining steps by the recent ones, without the first, which also plans and compiles."""
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._recent: deque[float] | None = None
 
     def add(self, seconds: float) -> None:
         """Add the time of a step."""
-        self._recent.append(seconds)
+        if self._recent is None:
+            self._recent = deque(maxlen=_RECENT)
+        else:
+            self._recent.append(seconds)
 
-    def left_s(self, steps: int) -> float:
-        """Return the seconds that ``steps`` more steps will take."""
-        return median(self._recent) * steps if self._recent else 0.0
+    def left_s(self, steps: int) -> float | None:
+        """Return the seconds that ``steps`` more steps will take, or None before the second step."""
+        return median(self._recent) * steps if self._recent else None
