@@ -431,6 +431,19 @@ def must_be_alike(each: ps_dist.TorchCollectives) -> None:
     each.barrier()
 
 
+def released_after_parting(each: ps_dist.TorchCollectives) -> None:
+    """A step is refused, since one rank forgot a gradient; the model is released with the weights from before it."""
+    odd = each.mesh.rank == each.mesh.size - 1
+    model, optimizer = chunked(made(), SGD(lr=0.1), precision="fp32", collectives=each)
+    model(torch.arange(ROWS)).sum().backward()
+    if odd:
+        model.norm.weight.grad = None
+    with pytest.raises(RanksDiverged, match="which parameters have gradients must be the same on all ranks"):
+        optimizer.step()
+    release(model)
+    assert all(torch.equal(value, made().state_dict()[name]) for name, value in model.state_dict().items())
+
+
 def parts_ways(each: ps_dist.TorchCollectives) -> str:
     """One rank steps while the other begins another pass: both are told, and where."""
     torch.manual_seed(0)
@@ -449,5 +462,13 @@ def parts_ways(each: ps_dist.TorchCollectives) -> str:
 
 CASES: dict[str, Callable[..., Any]] = {
     case.__name__: case
-    for case in (some_gradients, given_gradients, overflows, clips_like_torch, looks_outside, must_be_alike)
+    for case in (
+        some_gradients,
+        given_gradients,
+        overflows,
+        clips_like_torch,
+        looks_outside,
+        must_be_alike,
+        released_after_parting,
+    )
 }

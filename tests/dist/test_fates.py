@@ -77,7 +77,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[End]]:
     folder = tmp_path_factory.mktemp("fates")
     unlike = [f"unlike-{fact}:2:1" for fact in UNLIKE]
     ways = [name for name, _, _ in WAYS]
-    names = [*AWAY, *NEVER_JOINED, *ways, *unlike, "caught:2:1", "raised_late:2:0", "disk_failed:2:1"]
+    names = [*AWAY, *NEVER_JOINED, *ways, *unlike, "caught:2:1", "raised_late:2:0", "disk_failed:2:1", "released:2:1"]
     done = subprocess.run(
         [sys.executable, "-W", "error", PROGRAM, folder, *names],
         env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -158,6 +158,15 @@ def test_a_disk_that_fails_on_one_rank_ends_the_others_with_its_words(ends: dict
     assert "it was truncated" in failed.output
     assert "RanksDiverged" not in failed.output
     assert re.search(rf"rank 1 on \S+ raised {words}", other.error)
+
+
+def test_release_frees_memory_without_a_rank_that_ended(ends: dict[str, list[End]]) -> None:
+    assert [end.status for end in ends["released:2:1"]] == [FINE, KILLED], ends["released:2:1"]
+    said = ends["released:2:1"][0].output
+    assert "memory is free\n" in said
+    assert re.search(
+        r"release\(model\) freed the memory, but parameters from '0\.weight' on are not-a-number, .* rank 1 on ", said
+    ), said
 
 
 @pytest.mark.parametrize("fact", UNLIKE)

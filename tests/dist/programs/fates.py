@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +27,7 @@ from torch import nn
 
 import ps_core
 import ps_dist
-from ps_core.engine import chunked
+from ps_core.engine import chunked, release
 from ps_core.engine._execution.find_hooks import hooks_of
 from ps_dist import _connect, _transport
 
@@ -272,6 +273,44 @@ def disk_failed(fate: Fate) -> None:
                 os.truncate(f"/proc/self/fd/{hooks_of(model).engine.store.file._file}", 4096)
 
 
+def released(fate: Fate) -> None:
+    """Without the rank that ended: memory is freed, and what it had part of has no values."""
+    torch.manual_seed(0)
+    for precision, device in (("fp32", "cpu"), ("bf16", "emulated")):
+        budget = ps_core.Budget(device="1MiB" if device == "emulated" else None, host="16MiB")
+        layers = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+        layers.register_buffer("seen", torch.zeros(1))
+        model, optimizer = chunked(
+            layers, ps_core.AdamW(), precision=precision, device=device, budget=budget, collectives=fate.together
+        )
+        store = hooks_of(model).engine.store
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if device == "cpu":
+            release(model)
+            assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    loss = model(torch.ones(2, 64)).sum()
+    if fate.is_lost:
+        killed()
+    try:
+        fate.until_it_is_gone()
+        loss.backward()
+        fate.wait()
+    except ps_core.RanksDiverged:
+        del loss
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            release(model)
+        print(*(each.message for each in caught))
+    assert store.arena._memory.numel() == store.ledger.used_bytes[1] == 0
+    assert [type(parameter) for parameter in model.parameters()] == [nn.Parameter] * 6
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+    assert model.seen.device.type == "cpu"
+    print("memory is free")
+
+
 UNLIKE: dict[str, tuple[Any, str]] = {
     "ps-core": (ps_core, "__version__"),
     "ps-dist": (_connect, "__version__"),
@@ -310,6 +349,7 @@ CASES: dict[str, Callable[[Fate], None]] = {
         caught,
         raised_late,
         disk_failed,
+        released,
     )
 }
 

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ps_core._errors import DoesNotFit, InvalidInput
+from ps_core._errors import DoesNotFit, InvalidInput, RanksDiverged
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._parameters.errors import changed_in_place
 from ps_core.engine._parameters.managed_parameter import ManagedParameter, accept_changes, plain_value, unmanage
+from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._support.interrupts import defer_interrupts_installing, uninstall
 
@@ -105,35 +106,73 @@ def return_parameters(
     read = engine.read if failure is None else engine.read_master
     if in_first_types:
         read = engine.read_in_first_type
-    engine.saved.pop_to(0)  # whatever an interrupt left
-    with engine.gradients.forgetting():
-        try:
-            engine.finish_pass()
-        except DoesNotFit:  # the sums that other ranks wait for take memory, too
-            engine.store.lift_budget()
-            engine.finish_pass()
-    engine.stepping.end()
-    if engine.speculation is not None:
-        engine.speculation.free()
-    engine.discard_gradients()
+    parted = _forget_pass_and_gradients(engine)
     engine.residency.exposed.check()
     for record in dict.fromkeys(engine.residency.pop_tampered()):
-        lost = changed_in_place(record)
-        warnings.warn(f"release(model) goes without what was written: {lost}", stacklevel=5)
+        written = changed_in_place(record)
+        warnings.warn(f"release(model) goes without what was written: {written}", stacklevel=5)
     engine.usability.mark_released()
     remove_hooks()
+    lost: dict[str, RanksDiverged] = {}
     for group in engine.groups:
         for record in group.tensors:
-            value = plain_value(record, read)
+            value = _read_unless_lost(record, read, lost)
             engine.residency.unbind(record)
             unmanage(record.parameter, value)
         engine.residency.release_chunks(group)
+    if isinstance(engine.passes.driver, PlanDriver):
+        engine.passes.driver.release_slots()  # of a pass that broke off
     if model is not None:
         move_unmanaged(model, torch.device("cpu"))
     engine.store.close()
+    for name, error in lost.items():
+        warnings.warn(
+            f"release(model) freed the memory, but parameters from {name!r} on are not-a-number, for other ranks have "
+            f"parts of them: build the model again, and load a checkpoint; {error}",
+            stacklevel=5,
+        )
+    if parted is not None and not lost:
+        warnings.warn(
+            "release(model) after ranks did different things: parameters may be a mixture of these, so load a "
+            f"checkpoint; {parted}",
+            stacklevel=5,
+        )
     if failure is not None:
         warnings.warn(
             "release(model) after work of the processor failed: parameters are a mixture of old and new, so load a "
             f"checkpoint; it failed with {type(failure).__name__}: {failure}",
             stacklevel=5,
         )
+
+
+def _forget_pass_and_gradients(engine: Engine) -> RanksDiverged | None:
+    """End what is open before a release; return the error if other ranks do not take part, or did other things."""
+    engine.saved.pop_to(0)  # whatever an interrupt left
+    try:
+        with engine.gradients.forgetting():
+            try:
+                engine.finish_pass()
+            except DoesNotFit:  # the sums that other ranks wait for take memory, too
+                engine.store.lift_budget()
+                engine.finish_pass()
+            engine.stepping.end()
+            if engine.speculation is not None:
+                engine.speculation.free()
+            engine.discard_gradients()
+        engine.updater.compare()
+    except RanksDiverged as error:
+        return error
+    return None
+
+
+def _read_unless_lost(
+    record: ParamState, read: Callable[[ParamState], torch.Tensor], lost: dict[str, RanksDiverged]
+) -> torch.Tensor:
+    """Read a parameter; not-a-number from the first one on of which other ranks do not give their parts (``lost``)."""
+    with torch.inference_mode(False):  # or the parameter could not be trained any more
+        if not lost:
+            try:
+                return plain_value(record, read)
+            except RanksDiverged as error:
+                lost[record.name] = error
+        return torch.full((), float("nan"), dtype=record.dtype, device="cpu").expand(record.shape)

@@ -69,12 +69,12 @@ class GradientStore:
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Store no sums over ranks in this block: all gradients are forgotten next."""
-        self.forgets = True
+        """Store no sums over ranks in this block: all gradients are forgotten in it, or next."""
+        before, self.forgets = self.forgets, True
         try:
             yield
         finally:
-            self.forgets = False
+            self.forgets = before
 
     # Arrival.
 

@@ -106,8 +106,8 @@ class ShardedGradients(GradientStore):
         self.drop_left_over()
 
     def discard(self, records: list[ParamState]) -> None:
-        """Forget gradients as one process does; the other ranks must forget the same."""
-        if records:
+        """Forget gradients as one process does; the other ranks must forget the same, except with the model."""
+        if records and not self.forgets:
             names = ", ".join(record.name for record in records)
             self.comparison.note(f"{len(records)} gradients were forgotten", names)
         super().discard(records)
