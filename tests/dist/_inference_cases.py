@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -52,13 +54,39 @@ def trains_and_evaluates(each: ps_dist.TorchCollectives, where: str, moment: str
     release(single)
 
 
-def _made(each: ps_dist.TorchCollectives | None, where: str, folder: str) -> tuple[nn.Module, Any]:
+def begins_in_inference_mode(each: ps_dist.TorchCollectives, where: str, built: str, folder: str) -> None:
+    """Training begins, after `chunked` in inference mode, as in one process outside of it."""
+    model, optimizer = _made(each, where, folder, torch.inference_mode, built)
+    single, reference = _made(None, "cpu", "", built=built)
+    for step in range(STEPS):
+        parts = [_batch(step, rank) for rank in range(each.mesh.size)]
+        (model(parts[each.mesh.rank]).square().mean() / each.mesh.size).backward()
+        for part in parts:
+            (single(part).square().mean() / each.mesh.size).backward()
+        for front in (optimizer, reference):
+            front.step()
+            front.zero_grad()
+    found, wanted = model.state_dict(), single.state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    release(model)
+    release(single)
+
+
+def _made(
+    each: ps_dist.TorchCollectives | None,
+    where: str,
+    folder: str,
+    mode: Callable[[], Any] = nullcontext,
+    built: str = "cpu",
+) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    with torch.device(built):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
     size, device = BUDGETS[where]["budget"], BUDGETS[where]["device"]
     disk = {"host": "720KiB", "disk": "16MiB", "disk_dir": folder} if where == "disk" else {"host": "32MiB"}
     budget = Budget(host=size) if device == "cpu" else Budget(device=size, **disk)
-    return chunked(model, AdamW(lr=1e-2), device=device, budget=budget, precision="fp32", collectives=each)
+    with mode():
+        return chunked(model, AdamW(lr=1e-2), device=device, budget=budget, precision="fp32", collectives=each)
 
 
 def _batch(step: int, rank: int) -> torch.Tensor:

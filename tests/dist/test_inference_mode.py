@@ -18,3 +18,9 @@ def test_evaluations_in_inference_mode(two: Crew, where: str, moment: str, tmp_p
 
 def test_over_sockets(two: Crew, tmp_path: Path) -> None:
     two.run(cases.trains_and_evaluates, "tight", "between", str(tmp_path), shared_memory=False)
+
+
+@pytest.mark.parametrize("built", ["cpu", "meta"])
+@pytest.mark.parametrize("where", cases.BUDGETS)
+def test_management_begins_in_inference_mode(two: Crew, where: str, built: str, tmp_path: Path) -> None:
+    two.run(cases.begins_in_inference_mode, where, built, str(tmp_path))

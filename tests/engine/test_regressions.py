@@ -141,6 +141,32 @@ def test_a_second_gradient_comes_after_an_evaluation_in_inference_mode() -> None
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_management_begins_and_ends_in_inference_mode(device: str, precision: str) -> None:
+    place: Any = {"device": device, "budget": Budget(device="256KiB" if device == "emulated" else None, host=HOST)}
+
+    def train(mode: Callable[[], Any]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = models.stack()
+        with mode():
+            _, optimizer = chunked(model, ADAMW, precision=precision, **place)
+        square(model, *rows(0)).backward()
+        optimizer.step()
+        with mode():
+            release(model)
+        dtype = next(model.parameters()).dtype
+        square(model, *(each.to(dtype) for each in rows(1))).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad)
+        return state(model)
+
+    expected = train(torch.no_grad)
+    for name, value in train(torch.inference_mode).items():
+        assert torch.equal(value, expected[name]), name
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_model_nobody_wants_is_freed(device: str) -> None:
     torch.manual_seed(0)

@@ -97,24 +97,25 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
     joining = SingleProcess() if collectives is None else GroupJoin(collectives)
     joining.check(where, options.machine)
     tiers = tier_budgets(where, budget, joining.sharers)
-    packing = wishes.pack(tiers, ties)
-    places = " and ".join(tier.name for tier in tiers)
-    joining.share(packing, rule, f"{wishes.mode.value} in {places}, {accumulation_steps=}, {max_grad_norm=}")
-    given = UserLimits(budget, options, joining.sharers)
-    shared = collectives is not None
-    if options.cap_allocator:
-        where.cap_allocator(None)
-    store = TierStore(where, tiers, poison=options.poison, file=disk_file(budget), given=given, shared=shared)
-    joining.place_weights(store, packing)
-    engine, chunked_optimizer = wishes.engine(store, packing)
-    try:
-        copy_in_values(packing.records, joining.values(initial_values(model)), engine)
-        find_shared_versions(engine.records)
-        move_unmanaged(model, where.torch_device)
-        engine.management.install()
-    except BaseException:
-        roll_back_chunked(engine)
-        raise
+    with torch.inference_mode(False):  # or backward could not use what is made here
+        packing = wishes.pack(tiers, ties)
+        places = " and ".join(tier.name for tier in tiers)
+        joining.share(packing, rule, f"{wishes.mode.value} in {places}, {accumulation_steps=}, {max_grad_norm=}")
+        given = UserLimits(budget, options, joining.sharers)
+        shared = collectives is not None
+        if options.cap_allocator:
+            where.cap_allocator(None)
+        store = TierStore(where, tiers, poison=options.poison, file=disk_file(budget), given=given, shared=shared)
+        joining.place_weights(store, packing)
+        engine, chunked_optimizer = wishes.engine(store, packing)
+        try:
+            copy_in_values(packing.records, joining.values(initial_values(model)), engine)
+            find_shared_versions(engine.records)
+            move_unmanaged(model, where.torch_device)
+            engine.management.install()
+        except BaseException:
+            roll_back_chunked(engine)
+            raise
     mark_used(budget, type(model).__name__, _is_managed(engine))
     if collectives is None or collectives.process == 0:
         names = [name for tied in all_names(model).values() for name in tied]
