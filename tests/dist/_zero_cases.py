@@ -431,6 +431,28 @@ def must_be_alike(each: ps_dist.TorchCollectives) -> None:
     each.barrier()
 
 
+def assigned_and_changed(each: ps_dist.TorchCollectives) -> None:
+    """Tensors that were assigned, then clipped in place: as in one process that is given their sums."""
+    for precision in ("fp32", "bf16"):
+        model, optimizer = chunked(made(), SGD(lr=0.1), precision=precision, collectives=each)
+        single, reference = chunked(made(), SGD(lr=0.1), precision=precision)
+        for step in range(2):
+            for front, times in ((model, 1), (single, each.mesh.size)):
+                trained = [parameter for parameter in front.parameters() if parameter.requires_grad]
+                found = [torch.full_like(parameter, times * (1.0 + step), device="cpu") for parameter in trained]
+                for parameter, gradient in zip(trained, found, strict=True):
+                    parameter.grad = gradient
+                for gradient in found:
+                    gradient.mul_(0.5)
+            for one in (optimizer, reference):
+                one.step()
+                one.zero_grad()
+        found, wanted = model.state_dict(), single.state_dict()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), precision
+        release(model)
+        release(single)
+
+
 def released_after_parting(each: ps_dist.TorchCollectives) -> None:
     """A step is refused, since one rank forgot a gradient; the model is released with the weights from before it."""
     odd = each.mesh.rank == each.mesh.size - 1
@@ -469,6 +491,7 @@ CASES: dict[str, Callable[..., Any]] = {
         clips_like_torch,
         looks_outside,
         must_be_alike,
+        assigned_and_changed,
         released_after_parting,
     )
 }

@@ -384,6 +384,20 @@ def an_old_gradient() -> None:
     assert model[0].weight.grad.norm() > 0
 
 
+@case("the tensor given to {} by parameter.grad = ... was changed in place, after the gradient was changed")
+def an_assigned_tensor_and_its_gradient_change() -> None:
+    model, optimizer = made()
+    weight = next(model.parameters())
+    weight.grad = given = torch.ones_like(weight, device="cpu")
+    backward(model)
+    given.mul_(2)
+    with refused("change parameter.grad itself, or assign the tensor again after its change"):
+        optimizer.step()
+    weight.grad = given
+    weight.grad.mul_(2)
+    goes_on(model, optimizer)
+
+
 @case("the gradient is in a chunk, and has no memory of its own: .clone() it first")
 def a_gradients_memory() -> None:
     model, _ = made()

@@ -89,6 +89,7 @@ class Engine:
             finish_pass=self.finish_pass,
             read=self.updater.read,
             forget_decision=self._deciding.forget,
+            assign=self.set_gradient,
         )
         self.activations = ActivationSlots(parts.residency.transfers, store)
         """Slots of offloaded activations that no plan moves."""
@@ -151,6 +152,7 @@ class Engine:
         if record.dropped:
             raise not_trained(record.name)
         self.stepping.check_read(record)
+        self.user_gradients.take_changes(record)
         if self.together is not None:
             self._end_forward_without_backward()
             if self.passes.recording is None:
@@ -168,6 +170,7 @@ class Engine:
         if copy is not None:
             self.arrive(record, copy)
             record.assigned = not scaled
+            self.user_gradients.watch(record, value)
 
     def overwrite(self, record: ParamState, function: Function, args: Any) -> Any:
         """Load the parameter from a state dict, if one is being loaded; refuse every other change in place."""
@@ -285,6 +288,8 @@ class Engine:
             for record in chosen:
                 record.parameter.grad = None  # autograd's own, if a hook before ours failed
                 record.dropped, record.staged_factor = False, None
+                if record.source is not None:
+                    record.watch(None)
         moment = self.passes.current
         found = [record for record in chosen if record.gradient is not GradientPlace.NONE]
         if moment is None or moment.backward or self.resident or found:
@@ -301,6 +306,8 @@ class Engine:
             self.masters.before_step()
         if self.state_dicts.open:
             self.state_dicts.forget()
+        if self.user_gradients.watched:
+            self.user_gradients.take_all_changes()
         self.finish_pass()
         self.check_writes()
         self.counters.enter_phase("step")

@@ -230,6 +230,8 @@ class ParameterAccess:
         if gradient.is_neg() or gradient._is_zerotensor():
             gradient = gradient.clone()  # kernels read memory, which has other signs here, or is missing
         record.assigned = False
+        if record.source is not None:
+            record.source.overtake(record.name)
         if self._stepping.groups:
             self._stepping.check_gradient(record)
         passes, group = self._passes, record.group

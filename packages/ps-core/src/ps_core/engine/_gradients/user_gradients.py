@@ -15,6 +15,7 @@ from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._gradients.gradient_sums import flatten
 from ps_core.engine._gradients.loss_scale import LossScale
 from ps_core.engine._gradients.managed_grad import ManagedGrad
+from ps_core.engine._parameters.assigned_gradient import AssignedGradient
 from ps_core.engine._parameters.errors import compute_tier_too_small
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.residency import Residency
@@ -35,14 +36,18 @@ class UserGradients:
         finish_pass: Callable[[], None],
         read: Callable[[ParamState, Kind], torch.Tensor],
         forget_decision: Callable[[], None],
+        assign: Callable[[ParamState, torch.Tensor], None],
     ) -> None:
         """Give access to ``gradients``.
 
         ``read`` copies a parameter's part of a chunk. ``forget_decision`` is called before a gradient changes: a step
-        that broke off is then decided anew.
+        that broke off is then decided anew. ``assign`` stores a gradient in place of the one that is there.
         """
         self._residency, self._gradients, self._loss_scale = residency, gradients, loss_scale
         self._finish_pass, self._read, self._forget_decision = finish_pass, read, forget_decision
+        self._assign = assign
+        self.watched: dict[ParamState, None] = {}
+        """Parameters that were assigned tensors since the last step, or the one before."""
 
     def proxy(self, record: ParamState) -> torch.Tensor | None:
         """Return the tensor without memory that stands for a stored gradient, always the same one, or None."""
@@ -78,8 +83,31 @@ class UserGradients:
         """Return True if the parameter has a gradient of a scaled loss, which the step divides by the loss scale."""
         return self._loss_scale is not None and record.gradient is not GradientPlace.NONE and not record.assigned
 
+    def watch(self, record: ParamState, value: torch.Tensor) -> None:
+        """Notice later changes of a tensor that was assigned; see [Note: assigned tensors]."""
+        record.watch(AssignedGradient.of(value))
+        last = next(reversed(self.watched), record)
+        if last is not record and last.source is not None and last.source.is_final:
+            last.watch(None)  # or its memory would be kept until the step
+        self.watched.pop(record, None)
+        self.watched[record] = None
+
+    def take_changes(self, record: ParamState) -> None:
+        """Store the assigned tensor again if it was changed in place."""
+        source, proxy = record.source, record.grad_proxy
+        if source is not None and source.has_changed(record.name):
+            self._assign(record, source.tensor)
+            record.grad_proxy = proxy
+
+    def take_all_changes(self) -> None:
+        """Store every assigned tensor again that was changed in place, before a step."""
+        for record in list(self.watched):
+            self.take_changes(record)
+        self.watched = {record: None for record in self.watched if record.source is not None}
+
     def gradient_norm(self, record: ParamState) -> float:
         """Return the norm of the stored gradient times its factor."""
+        self.take_changes(record)
         self._finish_pass()
         if record.norm_part is None:
             self._residency.transfers.prepare_use()
@@ -90,11 +118,19 @@ class UserGradients:
     def scale_gradient(self, record: ParamState, factor: float) -> None:
         """Multiply the gradient's factor, which the step applies, by this one."""
         self._forget_decision()
+        self._overtake(record)
         self._gradients.scale(record, factor)
+
+    def _overtake(self, record: ParamState) -> None:
+        """Note that the gradient changes, and the tensor that was assigned does not."""
+        self.take_changes(record)
+        if record.source is not None:
+            record.source.mark_overtaken()
 
     def read_gradient(self, record: ParamState) -> torch.Tensor:
         """Copy the stored gradient, times its factor, to the compute tier in fp32; the move is counted."""
         self._gradients.check_summed(record)
+        self.take_changes(record)
         self._finish_pass()
         store, own = self._residency.store, record.own_gradient
         self._check_room(record)
@@ -119,6 +155,7 @@ class UserGradients:
 
     def write_gradient(self, record: ParamState, value: torch.Tensor) -> None:
         """Replace the stored gradient by an fp32 tensor, unrounded; if 16 bits cannot hold it, store it as a sum."""
+        self._overtake(record)
         self._gradients.replaced(record, value)
         self._forget_decision()
         rounded = value.to(record.dtype)

@@ -15,6 +15,7 @@ from ps_core._errors import IllegalTransition, UnsupportedParameter
 from ps_core._extents import STATES, Extent, Kind
 from ps_core.engine._devices.hide_from_modes import hidden_from_modes
 from ps_core.engine._memory.chunk import Chunk, SlotView
+from ps_core.engine._parameters.assigned_gradient import AssignedGradient
 from ps_core.engine._parameters.state_transitions import (
     TRANSITIONS,
     GradientPlace,
@@ -68,6 +69,8 @@ class ParamState:
     """
     assigned: bool = False
     """True if the gradient was given by ``parameter.grad = ...``."""
+    source: AssignedGradient | None = None
+    """The tensor that was assigned, if it may change yet; see [Note: assigned tensors]."""
     dropped: bool = False
     """True if a gradient came that no optimizer steps, until ``zero_grad``: reading ``.grad`` reports it."""
     grad_proxy: torch.Tensor | None = None
@@ -138,6 +141,10 @@ class ParamState:
     def set_progress(self, steps: int, scalars: tuple[tuple[str, float], ...] = ()) -> None:
         """Set the number of steps, and `scalars` after them, from a state that is loaded."""
         self.steps, self.scalars = steps, scalars
+
+    def watch(self, source: AssignedGradient | None) -> None:
+        """Note the tensor that was assigned, if it may change yet."""
+        self.source = source
 
     def train(self) -> None:
         """Note that a frozen parameter now gets gradients, and a master in its group."""
@@ -228,7 +235,7 @@ class ParamState:
             self.contents, self.gradient = TRANSITIONS[ParamEvent.DISCARDED, self.contents, self.gradient]
         except KeyError:
             raise self._illegal(ParamEvent.DISCARDED) from None
-        self.own_gradient = self.norm_part = self.grad_proxy = None
+        self.own_gradient = self.norm_part = self.grad_proxy = self.source = None
         self.overwrite_pending = self.assigned = self.dropped = False
         self.factor = 1.0
 
@@ -238,7 +245,7 @@ class ParamState:
             self.contents, self.gradient = TRANSITIONS[ParamEvent.STEPPED, self.contents, self.gradient]
         except KeyError:
             raise self._illegal(ParamEvent.STEPPED) from None
-        self.own_gradient = self.norm_part = self.grad_proxy = None
+        self.own_gradient = self.norm_part = self.grad_proxy = self.source = None
         self.overwrite_pending = self.assigned = self.dropped = False
         self.factor = 1.0
         self.steps, self.scalars = self.steps + 1, scalars
