@@ -400,3 +400,27 @@ def no_mapping() -> None:
         optimizer.scaler.load_state_dict(3)
     optimizer.scaler.load_state_dict(optimizer.scaler.state_dict())
     works(release(model))
+
+
+@case("this is no optimizer's state dict, which has 'state', a dict, and 'param_groups'")
+def no_state_dict() -> None:
+    model, optimizer = made()
+    backward(model)
+    optimizer.step()
+    with refused("pass what optimizer.state_dict() returned"):
+        optimizer.load_state_dict({"state": optimizer.state_dict()["state"]})
+    optimizer.load_state_dict(optimizer.state_dict())
+    goes_on(model, optimizer)
+
+
+@case("which is in no param group: it would be lost")
+def states_by_name() -> None:
+    model, optimizer = made()
+    backward(model)
+    optimizer.step()
+    state = optimizer.state_dict()
+    names = dict(enumerate(name for name, _ in model.named_parameters()))
+    with refused("which is in no param group: it would be lost"):
+        optimizer.load_state_dict({**state, "state": {names[index]: each for index, each in state["state"].items()}})
+    optimizer.load_state_dict(state)
+    goes_on(model, optimizer)

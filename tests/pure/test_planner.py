@@ -5,21 +5,24 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from _programs import programs_and_tiers
+from _programs import programs, programs_and_tiers
+from ps_core._errors import DoesNotFit
 from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._layout import lay_out
 from ps_core._plan import Copy, Gather, Norm, ReduceScatter, Release, Reserve, Run, Tier
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import Placement, filled, lay_home, work_tier
+from ps_core._planner.search import Setup, find_plan
 from ps_core._planner.tier_division import NoRoom, Zone, make_frame
 from ps_core._program import Program
 from ps_core._simulate.clock import moved_bytes
 from ps_core._simulate.machine import machine
 from ps_core._trace import Phase
+from ps_core._units import align_up
 from ps_core._verify import verify
 from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.traces_from_shapes import analytic_trace
@@ -45,6 +48,36 @@ def test_every_plan_is_sound_or_refused(case, policy, data):
     else:
         verify(program, plan)
         assert [segment.name for segment in plan.segments] == list(program.segments)
+
+
+def uses_by_moment(program):
+    """The extents that each moment uses, in segments of moments."""
+    names = (name for name in program.segments if name.is_micro or name is SegmentName.EVAL)
+    return [program.uses(name, visit) for name in names for visit in program.segment_visits(name)]
+
+
+@given(programs(most_ranks=1))
+@settings(max_examples=300)
+def test_a_plan_needs_no_more_than_its_largest_moment(program):
+    """Extents that lie in between move, and no slot is larger than it must be; but partial gradients stay."""
+    moments = uses_by_moment(program)
+    assume(not any(use.held or use.extent.kind is Kind.GRAD for uses in moments for use in uses))
+    peak = max((visit.nonmodel_bytes for visit in program.visits), default=0)
+    most = max((sum(program.bytes_of(use.extent) for use in uses) for uses in moments), default=0)
+    tiers = (Tier("device", most + align_up(peak)), Tier("host", 1 << 40))
+    verify(program, make_plan(make_frame(program, tiers, filled(program, tiers, resident=0))))
+
+
+@pytest.mark.parametrize("more", [0, 1 << 20, 1 << 24, 1 << 26, 1 << 27, 1 << 28])
+@pytest.mark.parametrize("name", ["gpt-10m", "gpt-1b", "gpt-18b"])
+def test_just_above_the_bound_moves_overlap(name, more):
+    """A table among layers left room in two pieces, 17 to 200 MiB above the bound: a step was 2.5 times as long."""
+    trace, wide = analytic_trace(shape(name), Workload(batch=1, seq=128)), Tier("host", 1 << 40)
+    with pytest.raises(DoesNotFit) as caught:
+        find_plan(trace, (Tier("device", 0), wide), machine("a100-40"), setup=Setup())
+    tiers = Tier("device", caught.value.needed_bytes + more), wide
+    planned = find_plan(trace, tiers, machine("a100-40"), setup=Setup())
+    assert planned.placement is not None, "else moves are made one by one"
 
 
 def program_of(name, *, ranks=1, group=1.52, precision=Precision.BF16, accumulate=1, **workload):

@@ -81,6 +81,18 @@ class Arena:
         best = min(rows, default=None, key=lambda row: row[0])
         return None if best is None else Window(best[1])
 
+    def lowest(self, size: int, stays: Callable[[Extent], bool]) -> Window | None:
+        """Return the window of the lowest addresses that holds ``size`` bytes, whatever its worth."""
+        run: list[Piece] = []
+        for _, piece in sorted(self._pieces.items()):
+            if piece.key is None or (piece.owner is not None and not piece.idle and stays(piece.owner)):
+                run.clear()
+                continue
+            run.append(piece)
+            if piece.end - run[0].offset >= size:
+                return Window(tuple(run))
+        return None
+
     def _windows(self, begin: int, end: int, size: int) -> Iterator[tuple[tuple[int, int, int], tuple[Piece, ...]]]:
         """Yield every window of a run of pieces, and its rank among windows of equal worth."""
         if end - begin < size:

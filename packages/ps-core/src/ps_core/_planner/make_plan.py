@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ps_core._extents import Extent, Kind, SegmentName
+from ps_core._extents import Extent, Kind, SegmentName, Use
 from ps_core._plan import (
     Accumulate,
     Cast,
@@ -17,6 +17,7 @@ from ps_core._plan import (
     Run,
     Segment,
     Step,
+    link,
     worker,
 )
 from ps_core._planner.placement import work_tier
@@ -93,32 +94,57 @@ class _Moments(Walker):
         return extent, Extent(self.program.weight_of(extent.index), extent.index)
 
     def _run(self, visit: Visit) -> list[tuple[Extent, int]]:
-        slots, written = [], []
-        pins: list[tuple[Extent, int]] = []
         uses = self.program.uses(self.segment, visit)
-        for use in uses:
-            if self.holding(use.extent)[:1] == [0]:
-                self.pin((use.extent, 0))
-                pins.append((use.extent, 0))
+        pins = [(use.extent, 0) for use in uses if self.holding(use.extent)[:1] == [0]]
+        for pin in pins:
+            self.pin(pin)
+        try:
+            self._make_ready(uses, pins)
+        except NoRoom as refusal:
+            if refusal.tier or self.program.sharded:
+                raise
+            self._pack(uses, pins)
+        slots = [self.slot(use.extent, 0) for use in uses]
+        written = [use for use in uses if use.before != use.after]
+        changed = [self.slot(use.extent, 0) for use in written]
+        steady = [slot for slot in slots if slot not in changed]
+        self.emit(Queue.COMPUTE, Run(visit.index, tuple(slots), visit.nonmodel_bytes), reads=steady, writes=changed)
+        for use in written:
+            self.wrote(use.extent, 0, use.after)
+        return pins
+
+    def _make_ready(self, uses: Iterable[Use], pins: list[tuple[Extent, int]]) -> None:
+        """Bring the extents that a moment uses to the compute tier, and pin them."""
         for use in uses:
             if use.before is None:
-                slot = self.room(use.extent, 0, Queue.COMPUTE)
+                self.room(use.extent, 0, Queue.COMPUTE)
             else:
-                slot = self._ready(use.extent)
+                self._ready(use.extent)
             self.pin((use.extent, 0))
             pins.append((use.extent, 0))
             for extent in self._meant(use.extent):
                 self.ranker.used(extent)
                 self.stir(extent)
-            slots.append(slot)
-            if use.before != use.after:
-                written.append((use, slot))
-        changed = [slot for _, slot in written]
-        steady = [slot for slot in slots if slot not in changed]
-        self.emit(Queue.COMPUTE, Run(visit.index, tuple(slots), visit.nonmodel_bytes), reads=steady, writes=changed)
-        for use, _ in written:
-            self.wrote(use.extent, 0, use.after)
-        return pins
+
+    def _pack(self, uses: Sequence[Use], pins: list[tuple[Extent, int]]) -> None:
+        """Put the extents that a moment uses next to each other, for there was no room left in one piece.
+
+        Copies that are there already are evicted and fetched again, except those that may not move.
+        """
+        while pins:
+            self.unpin(pins.pop())
+        tiers = self.frame.tiers
+        for use in uses:
+            row = self.residents.get(use.extent, {}).get(0)
+            if row is None or row.piece is None:
+                continue
+            if use.held:
+                self.pin((use.extent, 0))
+                pins.append((use.extent, 0))
+            else:
+                self.evict(use.extent, 0, link(tiers[1].name, tiers[0].name))
+        with self.packed():
+            self._make_ready(sorted(uses, key=lambda use: -self.program.bytes_of(use.extent)), pins)
 
     def _ready(self, extent: Extent) -> int:
         """Return the slot of the extent on the compute tier; gather it if it is a gathered group."""

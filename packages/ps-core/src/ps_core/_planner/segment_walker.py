@@ -65,6 +65,8 @@ class Walker:
         """The owner of each slot outside home slots."""
         self._stirred: set[Extent] = set()
         """Extents whose copies' worth may differ from what their arenas know."""
+        self._packs = False
+        """True within `packed`."""
 
     # What is where.
 
@@ -133,7 +135,8 @@ class Walker:
                 self.stir(extent)
             return rows[tier].slot
         arena = self._arenas[tier, self.frame.zone(extent, tier)]
-        size = self.frame.slot_bytes(extent, tier)
+        packs = self._packs and not tier
+        size = self.program.bytes_of(extent) if packs else self.frame.slot_bytes(extent, tier)
         window = self._window(arena, tier, size)
         if window is None:
             raise NoRoom(tier, self.now, size)
@@ -153,7 +156,16 @@ class Walker:
             return bool(self._pins.get((owner, tier)))
 
         self._rate()
-        return arena.find(size, stays)
+        return arena.lowest(size, stays) if self._packs and not tier else arena.find(size, stays)
+
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Give new slots of the compute tier its lowest addresses, and no byte too many, within the block."""
+        self._packs = True
+        try:
+            yield
+        finally:
+            self._packs = False
 
     def stir(self, extent: Extent) -> None:
         """Note that the worth of the extent's copies may have changed: it was used, made, or next needed now."""
