@@ -98,11 +98,14 @@ class _Moments(Walker):
         pins = [(use.extent, 0) for use in uses if self.holding(use.extent)[:1] == [0]]
         for pin in pins:
             self.pin(pin)
+        in_pieces = False
         try:
             self._make_ready(uses, pins)
         except NoRoom as refusal:
-            if refusal.tier or self.program.sharded:
+            in_pieces = not (refusal.tier or self.program.sharded or len(self.frame.tiers) == 1)
+            if not in_pieces:
                 raise
+        if in_pieces:  # here, so that no error refers to another; see [Note: what an exception holds]
             self._pack(uses, pins)
         slots = [self.slot(use.extent, 0) for use in uses]
         written = [use for use in uses if use.before != use.after]
