@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
 from functools import cache
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from _programs import programs, programs_and_tiers
+from _programs import programs, programs_and_tiers, random_program
 from ps_core._errors import DoesNotFit
 from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._layout import lay_out
@@ -66,6 +68,20 @@ def test_a_plan_needs_no_more_than_its_largest_moment(program):
     most = max((sum(program.bytes_of(use.extent) for use in uses) for uses in moments), default=0)
     tiers = (Tier("device", most + align_up(peak)), Tier("host", 1 << 40))
     verify(program, make_plan(make_frame(program, tiers, filled(program, tiers, resident=0))))
+
+
+def test_what_is_held_stays_while_the_rest_is_packed():
+    planned = 0
+    for seed in range(200):
+        program = random_program(random.Random(seed), most_ranks=1)
+        moments = uses_by_moment(program)
+        peak = max((visit.nonmodel_bytes for visit in program.visits), default=0)
+        most = max((sum(program.bytes_of(use.extent) for use in uses) for uses in moments), default=0)
+        tiers = (Tier("device", most + align_up(peak)), Tier("host", 1 << 40))
+        with suppress(NoRoom):  # a gap between what is held may be too small, and partial gradients stay
+            verify(program, make_plan(make_frame(program, tiers, filled(program, tiers, resident=0))))
+            planned += any(use.held for uses in moments for use in uses)
+    assert planned > 20
 
 
 @pytest.mark.parametrize("more", [0, 1 << 20, 1 << 24, 1 << 26, 1 << 27, 1 << 28])

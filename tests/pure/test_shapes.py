@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,12 @@ def test_unknown_names_are_refused_in_one_helpful_line(name: str, said: str) -> 
     with pytest.raises(InvalidInput, match=said) as caught:
         shape(name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [5, None, ("gpt-1b",)])
+def test_a_name_is_a_text(name: Any) -> None:
+    with pytest.raises(InvalidInput, match="a model's name is a text, as in 'gpt-1b'; found "):
+        shape(name)
 
 
 def test_impossible_shapes_are_refused() -> None:
