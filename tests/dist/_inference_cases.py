@@ -1,4 +1,4 @@
-"""Evaluations in inference mode by every rank of a crew, beside training; each function asserts in its own process."""
+"""Train on several ranks, and evaluate in inference mode on each; every function asserts in its own process."""
 
 from __future__ import annotations
 

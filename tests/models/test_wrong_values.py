@@ -159,7 +159,7 @@ def test_a_model_without_memory_is_not_saved(tmp_path: Path) -> None:
 def test_what_the_format_cannot_say_is_not_saved(
     name: str, changes: dict[str, Any], field: str, tmp_path: Path
 ) -> None:
-    """Its ``config.json`` would be of another model: Hugging Face would leave weights out, and say nothing."""
+    """The file would describe another model. transformers would then leave weights out without a word."""
     with pytest.raises(InvalidInput, match=field):
         build(name, "cpu", **SMALL, **changes).save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
