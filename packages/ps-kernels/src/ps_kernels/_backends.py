@@ -41,8 +41,8 @@ class Backend(Protocol):
     ) -> int:
         """Write each row's loss, and its gradient in place of its logits.
 
-        Return -1; or the first row with a wrong label, with nothing written. On a CUDA device a wrong label's loss
-        and gradient are nans.
+        Return -1; or the first row with a wrong label, with nothing written. The CUDA backend always returns -1, and
+        makes that row's loss and gradient nans.
         """
 
     def copy_all(self, batch: Batch, *, scatter: bool) -> None:

@@ -34,8 +34,8 @@ def cross_entropy(
     """Write each row's cross entropy to ``losses`` (float32), and its gradient times ``factor`` over ``logits``.
 
     ``labels`` (int64) are the columns of the right classes. Rows labelled ``ignored`` get a loss and gradient of zero.
-    Without ``gradient`` the logits are only read. A label that is no column is refused on the CPU. On a CUDA device,
-    where the host waits for nothing, it gets a loss and gradient of nan.
+    Without ``gradient`` the logits are only read. A label that is no column is refused. The backend ``cuda``, where the
+    host waits for nothing, gives it a loss and gradient of nan instead.
     """
     source, right, target = view("logits", logits), view("labels", labels), view("losses", losses)
     check_together((source, right, target))
