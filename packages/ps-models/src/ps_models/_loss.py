@@ -216,7 +216,7 @@ class _Sums:
         if self.of_bias:
             logits_rv = logits_rv.float()
         losses_r = torch.empty(len(labels_r), dtype=torch.float32, device=logits_rv.device)
-        if type(logits_rv) is Tensor:
+        if type(logits_rv) is Tensor:  # a fake one has no values, and takes the same bytes
             ps_kernels.cross_entropy(logits_rv, labels_r, losses_r, ignored=IGNORED, gradient=self._wanted)
         self.loss += losses_r.sum()
         return logits_rv if self._wanted else None

@@ -135,9 +135,9 @@ class Walker:
                 self.stir(extent)
             return rows[tier].slot
         arena = self._arenas[tier, self.frame.zone(extent, tier)]
-        packs = self._packs and not tier
+        packs = self._packs and tier == 0
         size = self.program.bytes_of(extent) if packs else self.frame.slot_bytes(extent, tier)
-        window = self._window(arena, tier, size)
+        window = self._window(arena, tier, size, lowest=packs)
         if window is None:
             raise NoRoom(tier, self.now, size)
         for victim in window.victims:
@@ -151,12 +151,12 @@ class Walker:
         self.ranker.loaded(extent)
         return slot
 
-    def _window(self, arena: Arena, tier: int, size: int) -> Window | None:
+    def _window(self, arena: Arena, tier: int, size: int, *, lowest: bool) -> Window | None:
         def stays(owner: Extent) -> bool:
             return bool(self._pins.get((owner, tier)))
 
         self._rate()
-        return arena.lowest(size, stays) if self._packs and not tier else arena.find(size, stays)
+        return arena.lowest(size, stays) if lowest else arena.find(size, stays)
 
     @contextmanager
     def packed(self) -> Iterator[None]:

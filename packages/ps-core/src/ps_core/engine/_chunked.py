@@ -41,10 +41,9 @@ from ps_core.engine._optim.torch_rule import TorchRule
 from ps_core.engine._parameters.aliased_storage import find_ties, tied_by_memory
 from ps_core.engine._parameters.first_home_slots import copy_in_values, reserve_homes
 from ps_core.engine._parameters.grouping import DTYPES, Grouping, all_names, group_parameters
-from ps_core.engine._parameters.managed_parameter import ManagedParameter, is_ordinary_for_a_block
+from ps_core.engine._parameters.managed_parameter import ManagedParameter, find_shared_versions, is_ordinary_for_a_block
 from ps_core.engine._parameters.meta_init.initial_values import initial_values
 from ps_core.engine._parameters.meta_init.rebuild import refuse_lazy
-from ps_core.engine._parameters.param_state import find_shared_versions
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.join_ranks import GroupJoin, SingleProcess

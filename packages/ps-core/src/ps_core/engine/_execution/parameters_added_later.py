@@ -21,7 +21,8 @@ from ps_core.engine._parameters.aliased_storage import find_ties
 from ps_core.engine._parameters.errors import everything_too_large
 from ps_core.engine._parameters.first_home_slots import bytes_of, copy_in_values, kinds_of, reserve_homes, write_value
 from ps_core.engine._parameters.grouping import Grouping, name_as_in, named
-from ps_core.engine._parameters.param_state import ParamGroup, ParamState, find_shared_versions
+from ps_core.engine._parameters.managed_parameter import find_shared_versions
+from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._support.checksum import checksum
 from ps_core.engine._support.interrupts import defer_interrupts_installing

@@ -7,7 +7,7 @@ each managed parameter among its arguments. So no function can meet memory that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -327,6 +327,19 @@ def version_of(parameter: nn.Parameter) -> int:
     """Return autograd's version counter of the parameter, which counts changes in place."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version
+
+
+def find_shared_versions(records: Collection[ParamState]) -> None:
+    """Note which parameters share a version: raised for one, it would tell that the other was changed in place.
+
+    ``load_state_dict(assign=True)`` makes such parameters of tied ones, and so does `nn.Parameter` of views of one
+    tensor.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        before = [record.parameter._version for record in records]
+        torch._C._increment_version([record.parameter for record in records])
+        for record, version in zip(records, before, strict=True):
+            record.note_raised(version)
 
 
 def accept_changes(record: ParamState) -> None:

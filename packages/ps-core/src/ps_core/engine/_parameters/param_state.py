@@ -99,7 +99,7 @@ class ParamState:
     counted_version: int = 0
     """PyTorch's ``_version`` as the engine left it: a different one means that the user changed the parameter."""
     own_version: bool = True
-    """True if no other parameter shares the version; see `find_shared_versions`."""
+    """True if no other parameter shares the version; see `managed_parameter.find_shared_versions`."""
     tied: list[ParamState] = field(default_factory=list)
     """The parameters that shared memory before `chunked`, this one included, all in one group; empty: none did."""
 
@@ -271,18 +271,6 @@ def count_updates(records: Collection[ParamState]) -> None:
             record.counted_version += 1
             parameters.append(record.parameter)
     torch._C._increment_version(parameters)
-
-
-def find_shared_versions(records: Collection[ParamState]) -> None:
-    """Note which parameters share a version: raised for one, it would tell that the other was changed in place.
-
-    ``load_state_dict(assign=True)`` makes such ones of tied parameters, and `nn.Parameter` of views of one tensor.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        before = [record.parameter._version for record in records]
-        torch._C._increment_version([record.parameter for record in records])
-        for record, version in zip(records, before, strict=True):
-            record.note_raised(version)
 
 
 @dataclass(frozen=True, slots=True)
