@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import call_counts
 import ps_core
@@ -53,12 +54,12 @@ def calls_of_ours(function: Callable[[], object]) -> int:
 class Loop:
     """A training step in its parts."""
 
-    def __init__(self, device: str, precision: str) -> None:
+    def __init__(self, device: str, precision: str, *, checkpointed: bool = False) -> None:
         torch.manual_seed(0)
         budget = Budget(host="64MiB") if device == "cpu" else Budget(device="64MiB", host="64MiB")
-        self.model, self.optimizer = chunked(
-            nn.Sequential(stack(LAYERS), Mean()), AdamW(), device=device, precision=precision, budget=budget
-        )
+        layers = stack(LAYERS)
+        made = nn.Sequential(Checkpointed(layers) if checkpointed else layers, Mean())
+        self.model, self.optimizer = chunked(made, AdamW(), device=device, precision=precision, budget=budget)
         self.input = torch.randn(2, 32)
         self.loss: Tensor | None = None
 
@@ -80,6 +81,39 @@ class Mean(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.float().square().mean()
+
+
+class Checkpointed(nn.Module):
+    """Layers, each of which backward repeats."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize(("precision", "forward", "backward"), [("fp32", 7.4, 15.6), ("bf16", 7.4, 20.3)])
+def test_calls_for_each_parameter_of_a_checkpoint(precision: str, forward: float, backward: float) -> None:
+    """As in the next test; backward has the calls of forward once more."""
+    loop = Loop("emulated", precision, checkpointed=True)
+    parameters = len(list(loop.model.parameters()))
+    try:
+        for _ in range(WARM_UP):
+            for part in (loop.forward, loop.backward, loop.step):
+                part()
+        before = statistics(loop.model)
+        found = [calls_of_ours(part) / parameters for part in (loop.forward, loop.backward)]
+        loop.step()
+        after = statistics(loop.model)
+    finally:
+        release(loop.model)
+    assert after.planned_passes == before.planned_passes + 1
+    assert found[0] <= forward, found
+    assert found[1] <= backward, found
 
 
 @pytest.mark.parametrize(

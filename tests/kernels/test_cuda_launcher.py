@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,13 +47,8 @@ class StandIn:
     def device(self, index: int) -> Any:
         return Device(self.calls, index)
 
-    @contextmanager
-    def entered(self, stream: tuple[int, int]) -> Iterator[None]:
-        self.calls.append(("stream", stream))
-        yield
-
     def stream(self, external: Any) -> Any:
-        return self.entered(external.__cuda_stream__())
+        return Stream(self.calls, external.__cuda_stream__())
 
     def compile(self, text: str, options: tuple[str, ...]) -> tuple[bytes, None]:
         self.calls.append(("compile", text, options))
@@ -70,6 +64,19 @@ class StandIn:
 
         self.calls.append(("function", name))
         return launch
+
+
+class Stream:
+    """One that may be entered again and again."""
+
+    def __init__(self, calls: list[Any], stream: tuple[int, int]) -> None:
+        self.calls, self.stream = calls, stream
+        calls.append(("made", calls[-1]))
+
+    def __enter__(self) -> None:
+        self.calls.append(("stream", self.stream))
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Device:
@@ -99,7 +106,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setitem(sys.modules, "cupy", stand_in)
     monkeypatch.setenv("PS_KERNELS_CACHE", str(tmp_path / "kept"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     return stand_in
 
 
@@ -118,7 +125,8 @@ def test_a_launch(cupy: StandIn) -> None:
     assert all(
         current[0] < cupy.calls.index(call) < current[1] for call in cupy.calls if call[0] in ("compile", "load")
     )
-    assert ("stream", (0, 77)) in cupy.calls
+    assert cupy.calls.count(("stream", (0, 77))) == 2, "both launches are on PyTorch's stream"
+    assert cupy.calls.count(("made", ("device", 1))) == 1, "CuPy's stream is made once, for the launch's device"
     name, grid, block, arguments = cupy.calls[-2]
     assert (name, grid, block) == ("accumulate_float32", (3,), (256,))
     assert [(type(x), x) for x in arguments] == [(np.int64, 1 << 40), (np.float32, 2.5)]

@@ -27,6 +27,8 @@ _TILE = 1 << 14
 """Bytes, or elements to be cast, that a thread block copies at a time; as in copy.cu."""
 _THREADS_A_MULTIPROCESSOR = 8 * 2048
 """Eight times what any device runs at once: enough blocks for an even end, and enough work for each."""
+_MOST_TABLES = 4096
+"""So many tables of spans are kept."""
 _SORTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SAME_TYPE = 0
 
@@ -50,6 +52,8 @@ class CudaBackend:
     def __init__(self, launcher: Launcher, tuning: Tuning | None = None) -> None:
         """Make the backend; ``tuning``: the launcher's, since kernels are compiled for it."""
         self._launcher, self._tuning = launcher, tuning or Tuning()
+        self._tables: dict[tuple[tuple[tuple[int, int], ...], torch.device], tuple[Tensor, int]] = {}
+        """Tables of spans, which are never freed, as work on any stream may read them; with the number of blocks."""
 
     def adam(self, states: tuple[Tensor, Tensor, Tensor], grad: Tensor, out: Tensor | None, s: AdamScalars) -> None:
         """Make one step on parameter, momentum and variance."""
@@ -71,14 +75,27 @@ class CudaBackend:
 
     def sumsq_each(self, x: Tensor, spans: Sequence[tuple[int, int]], out: Tensor) -> None:
         """Measure each span of ``x`` as `sumsq_finite` does, in one launch; see [Note: the table of spans]."""
-        starts, numels = [start for start, _ in spans], [stop - start for start, stop in spans]
-        *firsts, blocks = accumulate((-(-numel // BLOCK_NUMEL) for numel in numels), initial=0)
+        table, blocks = self._table_of(tuple(spans), x)
         if not blocks:
             return
-        table = _on_device([starts, numels, firsts, [0] * len(spans)], x)
-        sums = torch.empty(blocks, dtype=torch.float32, device=x.device)
-        arguments = (x.data_ptr(), table.data_ptr(), len(spans), blocks, sums.data_ptr(), out.data_ptr())
+        count = len(spans)
+        zeros = torch.zeros(2 * count + blocks, dtype=torch.float32, device=x.device)  # 64-bit counts, then sums
+        done = zeros.data_ptr()
+        arguments = (x.data_ptr(), table.data_ptr(), count, blocks, done, done + 8 * count, out.data_ptr())
         self._launch(("norm", f"norm_spans_{_name(x)}"), (blocks, _NORM_THREADS), arguments, x)
+
+    def _table_of(self, spans: tuple[tuple[int, int], ...], x: Tensor) -> tuple[Tensor, int]:
+        """Return the table of spans where ``x`` is, and the number of blocks; kept, since each step has the same."""
+        known = self._tables.get((spans, x.device))
+        if known is None:
+            numels = [stop - start for start, stop in spans]
+            *firsts, blocks = accumulate((-(-numel // BLOCK_NUMEL) for numel in numels), initial=0)
+            if len(self._tables) < _MOST_TABLES:
+                table = _for_any_stream([[start for start, _ in spans], numels, firsts], x)
+                known = self._tables[spans, x.device] = table, blocks
+            else:
+                known = _on_device([[start for start, _ in spans], numels, firsts], x), blocks
+        return known
 
     def accumulate(self, accumulator: Tensor, grad: Tensor, scale: float) -> None:
         """Add the scaled gradient."""
@@ -114,9 +131,7 @@ class CudaBackend:
         """Return a call that does what `copy_all` does; the table is on the device already."""
         table, tiles = _table(batch, scatter=scatter)
         like = batch.whole.array
-        columns = torch.tensor(table, dtype=torch.int64, device="cpu").to(
-            like.device
-        )  # waits, so that any stream may read it
+        columns = _for_any_stream(table, like)
         readers = set[torch.cuda.Stream]()
 
         def copy(_keep: Batch = batch) -> None:
@@ -209,6 +224,11 @@ def split(numel: int, tensors: Sequence[Tensor]) -> tuple[int, int]:
         if all((address + head * size) % (4 * size) == 0 for address, size in sizes):
             return head, (numel - head) // 4
     return 0, 0
+
+
+def _for_any_stream(table: list[list[int]], like: Tensor) -> Tensor:
+    """Return a table where a kernel reads it; the host waits, so that any stream may read it."""
+    return torch.tensor(table, dtype=torch.int64, device="cpu").to(like.device)
 
 
 def _on_device(table: list[list[int]], like: Tensor) -> Tensor:

@@ -45,6 +45,9 @@ class CupyLauncher:
         self._cupy: Any = import_module("cupy")  # it has no types
         self._modules: dict[tuple[int, str], Any] = {}
         self._functions: dict[tuple[int, str, str], Any] = {}
+        self._streams: dict[tuple[int, int], Any] = {}
+        """CuPy's streams, by the device's number and PyTorch's address: the default one has 0 on every device."""
+        self._multiprocessors: dict[int, int] = {}
 
     def launch(
         self, kernel: tuple[str, str], grid: tuple[int, int], arguments: Sequence[int | float], on: Tensor
@@ -54,13 +57,20 @@ class CupyLauncher:
 
         cuda, index = self._cupy.cuda, on.get_device()
         values = tuple(np.float32(each) if isinstance(each, float) else np.int64(each) for each in arguments)
-        stream = cuda.Stream.from_external(_Handle(torch.cuda.current_stream(on.device).cuda_stream))
-        with cuda.Device(index), stream:
-            self._function(index, *kernel)((grid[0],), (grid[1],), values)
+        address = torch._C._cuda_getCurrentRawStream(index)
+        with cuda.Device(index):
+            stream = self._streams.get((index, address))
+            if stream is None:
+                stream = self._streams[index, address] = cuda.Stream.from_external(_Handle(address))
+            with stream:
+                self._function(index, *kernel)((grid[0],), (grid[1],), values)
 
     def multiprocessors(self, on: Tensor) -> int:
         """Return how many multiprocessors the tensor's device has."""
-        return int(torch.cuda.get_device_properties(on.device).multi_processor_count)
+        index = on.get_device()
+        if index not in self._multiprocessors:
+            self._multiprocessors[index] = int(torch.cuda.get_device_properties(index).multi_processor_count)
+        return self._multiprocessors[index]
 
     def warm(self, index: int, modules: Iterable[str] = tuple(KERNELS)) -> Iterator[tuple[str, float]]:
         """Compile all kernels for a device, or load them; yield each with its seconds, a module's in the first."""

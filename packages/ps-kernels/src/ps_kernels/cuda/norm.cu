@@ -153,12 +153,12 @@ template <typename T> PS_FN void norm(const T *x, ps_index numel, int aligned, f
 }
 
 /* [Note: the table of spans]
- * Rows of `count` numbers: each span's first element, its length, the blocks of the spans before it, and zeros, where
- * the blocks that are done are counted. The thread block that finishes a span's last block adds up all of them: in one
- * order, whichever it is, so its bits do not depend on which comes last. */
+ * Rows of `count` numbers: each span's first element, its length, and the blocks of the spans before it. `done` has a
+ * zero for each span, where its blocks that are done are counted. The thread block that finishes a span's last block
+ * adds up all of them: in one order, whichever it is, so its bits do not depend on which comes last. */
 template <typename T>
-PS_FN void norm_spans(const T *x, ps_index *table, ps_index count, ps_index blocks, float *sums, float *out,
-                      float *shared) {
+PS_FN void norm_spans(const T *x, const ps_index *table, ps_index count, ps_index blocks, ps_index *done, float *sums,
+                      float *out, float *shared) {
     __shared__ int last;
     const ps_index *starts = table, *numels = table + count, *firsts = table + 2 * count;
     for (ps_index at = blockIdx.x; at < blocks; at += gridDim.x) {
@@ -174,7 +174,7 @@ PS_FN void norm_spans(const T *x, ps_index *table, ps_index count, ps_index bloc
         norm_block(mine, numel, at - first, aligned, sums + at, out + 2 * span + 1, shared);
         if (threadIdx.x == 0) {
             __threadfence(); /* the sum is there before it is counted */
-            last = (ps_index)atomicAdd((unsigned long long *)(table + 3 * count + span), 1ull) == of_span - 1;
+            last = (ps_index)atomicAdd((unsigned long long *)(done + span), 1ull) == of_span - 1;
         }
         __syncthreads();
         if (last) {
@@ -192,9 +192,9 @@ PS_FN void norm_spans(const T *x, ps_index *table, ps_index count, ps_index bloc
         norm(x, numel, (int)aligned, sums, out, shared);                                                               \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(PS_THREADS, 2) norm_spans_##NAME(                                      \
-        const T *x, ps_index *table, ps_index count, ps_index blocks, float *sums, float *out) {                       \
+        const T *x, const ps_index *table, ps_index count, ps_index blocks, ps_index *done, float *sums, float *out) { \
         __shared__ float shared[PS_GROUPS * PS_LANES];                                                                 \
-        norm_spans(x, table, count, blocks, sums, out, shared);                                                        \
+        norm_spans(x, table, count, blocks, done, sums, out, shared);                                                  \
     }
 
 PS_NORM(float32, float)

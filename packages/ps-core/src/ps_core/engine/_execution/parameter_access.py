@@ -29,7 +29,7 @@ from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradien
 from ps_core.engine._parameters.function_kinds import OPENING, Function
 from ps_core.engine._parameters.managed_parameter import ManagedParameter, aliased, version_of
 from ps_core.engine._parameters.param_state import HOST, ParamState
-from ps_core.engine._parameters.saved_tensors import AliasPolicy, SavedTensors
+from ps_core.engine._parameters.saved_tensors import HookPair, SavedTensors, active_pair, is_checkpoints
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts
 from ps_core.engine._support.not_compiled import not_compiled
@@ -75,8 +75,8 @@ class ParameterAccess:
             self._stepping.check_use(records, opening=function in OPENING)
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                if torch.is_grad_enabled() and not self.saved.innermost:
-                    result = self._call_with_hooks(function, args, kwargs)
+                if torch.is_grad_enabled() and ((pair := active_pair(True)) is None or pair[0] != self.saved.pack):
+                    result = self._call_with_hooks(pair, records, function, args, kwargs)
                 else:
                     result = function(*args, **kwargs)
                 if self._passes.outside or function in OPENING:
@@ -100,14 +100,19 @@ class ParameterAccess:
                 self._train_unfrozen()
                 return
 
-    def _call_with_hooks(self, function: Function, args: Any, kwargs: Any) -> Any:
+    def _call_with_hooks(
+        self, pair: HookPair | None, records: list[ParamState], function: Function, args: Any, kwargs: Any
+    ) -> Any:
         """Call a function under the engine's saved-tensor hooks; another active pair gets aliases that stay valid."""
+        if pair is not None:
+            every = not is_checkpoints(pair)
+            # A checkpoint's pair needs none of parameters that are trained, and it is called most often.
+            if every or not all(record.parameter.requires_grad for record in records):
+                args, kwargs = aliased(args, every), aliased(kwargs, every)
+            return function(*args, **kwargs)
         depth = self.saved.depth
         try:
             self.saved.push()
-            if whose := self.saved.kept_by_others():
-                every = whose is AliasPolicy.ALL
-                args, kwargs = aliased(args, every), aliased(kwargs, every)
             return function(*args, **kwargs)
         finally:
             self.saved.pop_to(depth)

@@ -106,7 +106,10 @@ class GradientStore:
         slot = record.group.weight_chunk.newest(record.group.fixed_tier or 0)
         if slot is None or record.busy:
             return False
-        target = record.shaped(slot.memory.view(record.dtype))
+        if (bound := record.bound) is not None and bound.slot is slot:
+            target = bound.view
+        else:
+            target = record.shaped(slot.memory.view(record.dtype))
         if not self._store.synchronous:
             queue = Queue.CPU if slot.tier else Queue.COMPUTE
             self._store.device.declare_access(queue, f"gradient of {record.name}", (), (target,))

@@ -14,8 +14,7 @@ the aliases.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,15 +30,11 @@ from ps_core.engine._support.not_compiled import not_compiled
 _STRIDED = torch.strided
 
 
-class AliasPolicy(Enum):
-    """Say which parameters are given to a call as aliases of their memory."""
+HookPair: TypeAlias = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
+"""A function that packs a saved tensor, and one that unpacks it (any: what the first returned)."""
 
-    NONE = ""
-    FROZEN = "frozen"
-    ALL = "all"
-
-    def __bool__(self) -> bool:
-        return self is not AliasPolicy.NONE
+active_pair: Callable[[bool], HookPair | None] = torch._C._autograd._top_saved_tensors_default_hooks
+"""Return the innermost pair of saved-tensor hooks; ``True``: also where PyTorch ignores it, as while tracing."""
 
 
 class Fetcher(Protocol):
@@ -96,16 +91,10 @@ class SavedTensors:
         """Return the number of the engine's pairs on the stack."""
         return len(self._pushed)
 
-    @property
-    def innermost(self) -> bool:
-        """Return True if the engine's pair of hooks is the innermost one, which autograd calls."""
-        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return pair is not None and bool(pair[0] == self.pack)
-
     @defer_interrupts
     def push(self) -> None:
         """Push the engine's pair of hooks, unless another pair is active."""
-        if not active():
+        if active_pair(True) is None:
             context = saved_tensors_hooks(self.pack, self.unpack)
             context.__enter__()
             self._pushed.append(context)
@@ -113,7 +102,7 @@ class SavedTensors:
     @defer_interrupts
     def push_for_compiled(self) -> None:
         """Push a pair for compiled code: the engine's, or one that gives another pair aliases of parameters."""
-        other = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        other = active_pair(True)
         if other is None or other[0] == self.pack:
             self.push()
             return
@@ -126,13 +115,6 @@ class SavedTensors:
         context = saved_tensors_hooks(pack_alias, unpack)
         context.__enter__()
         self._pushed.append(context)
-
-    def kept_by_others(self) -> AliasPolicy:
-        """Return which parameters another active pair of saved-tensor hooks would keep alive if it saved them now."""
-        pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if pair is None or pair[0] == self.pack:
-            return AliasPolicy.NONE
-        return AliasPolicy.FROZEN if in_checkpoint() else AliasPolicy.ALL
 
     @defer_interrupts
     def pop_to(self, depth: int) -> None:
@@ -194,20 +176,20 @@ def _was_stepped(record: ParamState) -> RuntimeError:
     )
 
 
-def active() -> bool:
-    """Return True if any pair of saved-tensor hooks is active."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 def in_checkpoint() -> bool:
     """Return True if the active pair of saved-tensor hooks is that of PyTorch's checkpointing."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return pair is not None and getattr(pair[0], "__module__", "") == checkpoint.__name__
+    pair = active_pair(True)
+    return pair is not None and is_checkpoints(pair)
+
+
+def is_checkpoints(pair: HookPair) -> bool:
+    """Return True if a pair of saved-tensor hooks is that of PyTorch's checkpointing."""
+    return getattr(pair[0], "__module__", "") == checkpoint.__name__
 
 
 def recomputing() -> bool:
     """Return True while non-reentrant checkpointing repeats a forward, within its backward pass."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pair = active_pair(True)
     return pair is not None and getattr(pair[0], "__qualname__", "").startswith("_recomputation_hook")
 
 
