@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ps_core._simulate.machine import MACHINES, machine_from_toml
 from ps_core._trace import Amounts
@@ -22,6 +23,7 @@ from ps_core.engine._calibration.engine_overhead import Bookkeeping, Told, divid
 from ps_core.engine._calibration.operators import Attended, Operators, Slow, attention
 from ps_core.engine._calibration.probes import BUSY, SPREAD, Probe, collect, steadiness
 from ps_core.engine._calibration.transformer_blocks import OnADevice, OnTheCpu, Timed, fit
+from ps_kernels import PinnedArena
 
 
 def taking(times: Sequence[float], *, waited_s: float = 0.0, name: str = "work") -> Probe:
@@ -36,6 +38,7 @@ def test_every_figure_is_measured(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bandwidths, "_PARAMETERS", 2**16)
+    monkeypatch.setattr(bandwidths, "_CACHES", 0)
     monkeypatch.setattr(bandwidths, "_BLOCK_BYTES", 2**16)
     monkeypatch.setattr(bandwidths, "_DISK_BYTES", 2**20)
     monkeypatch.setattr(transformer_blocks, "_TOKENS", 64)
@@ -255,10 +258,42 @@ def test_probes_take_turns_and_long_ones_fewer(monkeypatch: pytest.MonkeyPatch) 
     assert len(first.times) == 3
 
 
+def test_steps_and_copies_exceed_the_last_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy is of another block, so that memory is read and written, and no cache."""
+    monkeypatch.setattr(bandwidths, "_PARAMETERS", 1000)
+    monkeypatch.setattr(bandwidths, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(bandwidths, "last_cache", lambda: Cache(14_000, known=True))
+    assert bandwidths.StepRate(torch.device("cpu")).moved_bytes == 4000 * 28
+    arenas = list[int]()
+    monkeypatch.setattr(bandwidths.ps_kernels, "PinnedArena", partial(_unpinned, arenas))
+    monkeypatch.setattr(torch, "zeros", partial(_on_the_cpu, torch.zeros))
+    for name in ("Stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: None)
+    links = bandwidths.Links(torch.device("cuda"))
+    assert arenas == [14 * 4096], "of 56,000 bytes"
+    copied = {links._next_block().data_ptr() for _ in range(14)}
+    assert len(copied) == 14
+    links.up(28)
+    assert all(links._next_block().data_ptr() in copied for _ in range(14))
+
+
+def _unpinned(sizes: list[int], size: int, *, pin: bool) -> PinnedArena:
+    assert pin
+    sizes.append(size)
+    return PinnedArena(size, pin=False)
+
+
+def _on_the_cpu(make: Any, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    assert device.type == "cuda"
+    made: Tensor = make(size, dtype=dtype)
+    return made
+
+
 def test_traffic_of_the_host_is_the_step_s_and_that_of_copies_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step that ends once four copies were made, in half a second by a clock that only these move."""
     clock, left = [0.0], [4]
     monkeypatch.setattr(bandwidths, "_PARAMETERS", 1000)
+    monkeypatch.setattr(bandwidths, "_CACHES", 0)
     monkeypatch.setattr(bandwidths, "_BLOCK_BYTES", 4096)
     traffic = bandwidths.HostTraffic(torch.device("cpu"))
 
