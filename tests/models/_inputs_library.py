@@ -45,6 +45,7 @@ overridden("head_tiles must be at least 1", {"head_tiles": 0}, {"head_tiles": 2,
 overridden("leave head_tiles out, or tied_head=False", {"head_tiles": 2}, {}, {"head_tiles": 2, "tied_head": False})
 overridden("leave cpu_embedding out{}", {"cpu_embedding": True}, {}, {"cpu_embedding": True, "tied_head": False})
 overridden("experts_chosen must be", {"experts": 2, "experts_chosen": 3}, {"experts": 2, "experts_chosen": 2})
+overridden("of no experts", {"experts_chosen": 1}, {"experts": 2, "experts_chosen": 1})
 
 
 def tiled(count: int) -> torch.Tensor:

@@ -131,6 +131,7 @@ def test_build_takes_overrides() -> None:
         ({"tiles": 0}, "tiles must be at least 1"),
         ({"tiles": 500}, "256 outputs can be cut into 1 to 256 tiles, found 500"),
         ({"experts": 2, "experts_chosen": 3}, "experts_chosen must be from 1 to 2, found 3"),
+        ({"experts_chosen": 1}, "experts_chosen=1 of no experts"),
     ],
 )
 def test_wrong_overrides_are_refused(overrides: dict[str, Any], message: str) -> None:

@@ -107,6 +107,11 @@ class DecoderConfig(ModelConfig):
         check_number("balance_weight", self.balance_weight)
         if self.experts and not (is_count(self.experts_chosen) and self.experts_chosen <= self.experts):
             raise InvalidInput(f"experts_chosen must be from 1 to {self.experts}, found {self.experts_chosen!r}")
+        if not self.experts and self.experts_chosen != type(self).experts_chosen:
+            raise InvalidInput(
+                f"experts_chosen={self.experts_chosen!r} of no experts: expected experts, of which a token gets so many; "
+                "set experts, or leave experts_chosen out"
+            )
 
 
 def is_count(value: object) -> bool:
