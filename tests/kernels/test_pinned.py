@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,12 @@ def test_alignment_and_zeros(size: int) -> None:
 def test_memory_that_no_computer_gives(size: int, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         PinnedArena(size, pin=False)
+
+
+@pytest.mark.parametrize("pin", ["no", 1, None])
+def test_pinning_is_asked_for_by_true_or_false(pin: Any) -> None:
+    with pytest.raises(InvalidArgument, match="pin: expected True or False, found"):
+        PinnedArena(4096, pin=pin)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from Linux")

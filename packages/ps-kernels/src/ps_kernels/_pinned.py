@@ -116,6 +116,8 @@ class PinnedArena:
 
     def __init__(self, bytes: int, *, pin: bool = True, pinner: Pinner | None = None) -> None:
         check_count("bytes", bytes)
+        if not isinstance(pin, bool):
+            raise InvalidArgument(f"pin: expected True or False, found {pin!r}")
         # Huge pages are for private memory; a child gets none of it, so no page is copied under a device's feet.
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
         try:

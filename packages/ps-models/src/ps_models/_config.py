@@ -109,7 +109,7 @@ class DecoderConfig(ModelConfig):
             raise InvalidInput(f"experts_chosen must be from 1 to {self.experts}, found {self.experts_chosen!r}")
         if not self.experts and self.experts_chosen != type(self).experts_chosen:
             raise InvalidInput(
-                f"experts_chosen={self.experts_chosen!r} of no experts: expected experts, of which a token gets so many; "
+                f"experts_chosen={self.experts_chosen!r} of no experts: each token gets so many of `experts`; "
                 "set experts, or leave experts_chosen out"
             )
 
