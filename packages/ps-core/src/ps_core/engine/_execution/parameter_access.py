@@ -29,7 +29,7 @@ from ps_core.engine._parameters.errors import changed_in_place, graph_of_gradien
 from ps_core.engine._parameters.function_kinds import OPENING, Function
 from ps_core.engine._parameters.managed_parameter import ManagedParameter, aliased, version_of
 from ps_core.engine._parameters.param_state import HOST, ParamState
-from ps_core.engine._parameters.saved_tensors import HookPair, SavedTensors, active_pair, is_checkpoints
+from ps_core.engine._parameters.saved_tensors import CHECKPOINT, HookPair, SavedTensors, active_pair
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._support.interrupts import defer_interrupts
 from ps_core.engine._support.not_compiled import not_compiled
@@ -68,19 +68,26 @@ class ParameterAccess:
 
     def call(self, records: list[ParamState], function: Function, args: Any, kwargs: Any) -> Any:
         """Fetch these parameters, and call the function."""
-        if self._passes.outside and torch.is_grad_enabled() and function not in OPENING:
+        by_part = self._passes.outside and torch._C._current_graph_task_id() == -1
+        if by_part and torch.is_grad_enabled() and function not in OPENING:
             self._look_for_unfrozen(records)
         self.touch(records)
         if self._stepping.groups:
             self._stepping.check_use(records, opening=function in OPENING)
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                if torch.is_grad_enabled() and ((pair := active_pair(True)) is None or pair[0] != self.saved.pack):
-                    result = self._call_with_hooks(pair, records, function, args, kwargs)
+                if torch.is_grad_enabled():
+                    pair = active_pair(True)
+                    if pair is None:
+                        result = self._call_with_hooks(function, args, kwargs)
+                    else:
+                        if pair[0] != self.saved.pack:
+                            args, kwargs = _safe_to_save(pair, records, args, kwargs)
+                        result = function(*args, **kwargs)
                 else:
                     result = function(*args, **kwargs)
-                if self._passes.outside or function in OPENING:
-                    self._expose(records, function)
+                if by_part or function in OPENING:
+                    self._expose(records, always=function in OPENING)
                 # `check_unchanged`, inlined: this runs in every call, and `_version` is cheap within the block.
                 for record in records:
                     if record.parameter._version != record.counted_version:
@@ -96,20 +103,12 @@ class ParameterAccess:
     def _look_for_unfrozen(self, records: list[ParamState]) -> None:
         """Train what was unfrozen, where parts of the model are called and not the model, which looks by itself."""
         for record in records:
-            if not record.trainable and record.parameter.requires_grad and torch._C._current_graph_task_id() == -1:
+            if not record.trainable and record.parameter.requires_grad:
                 self._train_unfrozen()
                 return
 
-    def _call_with_hooks(
-        self, pair: HookPair | None, records: list[ParamState], function: Function, args: Any, kwargs: Any
-    ) -> Any:
-        """Call a function under the engine's saved-tensor hooks; another active pair gets aliases that stay valid."""
-        if pair is not None:
-            every = not is_checkpoints(pair)
-            # A checkpoint's pair needs none of parameters that are trained, and it is called most often.
-            if every or not all(record.parameter.requires_grad for record in records):
-                args, kwargs = aliased(args, every), aliased(kwargs, every)
-            return function(*args, **kwargs)
+    def _call_with_hooks(self, function: Function, args: Any, kwargs: Any) -> Any:
+        """Call a function under the engine's saved-tensor hooks."""
         depth = self.saved.depth
         try:
             self.saved.push()
@@ -117,14 +116,12 @@ class ParameterAccess:
         finally:
             self.saved.pop_to(depth)
 
-    def _expose(self, records: list[ParamState], function: Function) -> None:
-        """Note whose memory a call exposed; in backward, only calls that return memory itself."""
-        always = function in OPENING
-        if always or torch._C._current_graph_task_id() == -1:
-            with self._passes.nonmodel.paused():
-                for record in records:
-                    if record.bound is not None and (always or record.bound.aliased):
-                        self._residency.exposed.add(record)
+    def _expose(self, records: list[ParamState], *, always: bool) -> None:
+        """Note whose memory a call exposed: if it has aliases, or ``always`` for calls that return memory itself."""
+        with self._passes.nonmodel.paused():
+            for record in records:
+                if record.bound is not None and (always or record.bound.aliased):
+                    self._residency.exposed.add(record)
 
     # Changes in place.
 
@@ -263,6 +260,18 @@ class ParameterAccess:
         moment = passes.current
         if moment is not None and not record.overwrite_pending and group.fixed_tier != HOST:
             moment.grads[record.index] = None
+
+
+def _safe_to_save(pair: HookPair, records: list[ParamState], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return arguments that another pair of saved-tensor hooks may keep: aliases of parameters, which stay valid."""
+    every = getattr(pair[0], "__module__", "") != CHECKPOINT  # `in_checkpoint`, inlined
+    if not every:  # a checkpoint's pair, called most often, needs none of parameters that are trained
+        for record in records:
+            if not record.parameter.requires_grad:
+                break
+        else:
+            return args, kwargs
+    return aliased(args, every), aliased(kwargs, every)
 
 
 @not_compiled

@@ -127,7 +127,8 @@ class ParamState:
         """Return True if backward or an alias may still read the weight in its slot: write nothing there."""
         if sys.getrefcount(self.saved_token) > self.saved_token_uses:
             return True
-        return self.bound is not None and self.bound.aliased
+        bound = self.bound  # `SlotView.aliased`, inlined: backward asks for every parameter
+        return bound is not None and torch._C._storage_Use_Count(bound.storage._cdata) > bound.uses
 
     @property
     def piece(self) -> slice:

@@ -37,6 +37,10 @@ active_pair: Callable[[bool], HookPair | None] = torch._C._autograd._top_saved_t
 """Return the innermost pair of saved-tensor hooks; ``True``: also where PyTorch ignores it, as while tracing."""
 
 
+CHECKPOINT = checkpoint.__name__
+"""The module of the hooks of PyTorch's checkpointing."""
+
+
 class Fetcher(Protocol):
     """Protocol of the engine, as unpacking uses it."""
 
@@ -179,12 +183,7 @@ def _was_stepped(record: ParamState) -> RuntimeError:
 def in_checkpoint() -> bool:
     """Return True if the active pair of saved-tensor hooks is that of PyTorch's checkpointing."""
     pair = active_pair(True)
-    return pair is not None and is_checkpoints(pair)
-
-
-def is_checkpoints(pair: HookPair) -> bool:
-    """Return True if a pair of saved-tensor hooks is that of PyTorch's checkpointing."""
-    return getattr(pair[0], "__module__", "") == checkpoint.__name__
+    return pair is not None and getattr(pair[0], "__module__", "") == CHECKPOINT
 
 
 def recomputing() -> bool:
