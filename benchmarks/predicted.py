@@ -161,9 +161,10 @@ plan` searches longer than this script, and may find a plan that is about 1 % fa
   if the step overlapped backward too: 6.7B (`gpt-32x4096`) in 24 GiB of an H200, batch 8, checkpoints kept, takes
   1,380 ms where the bound is 1,230. Several processes follow [one plan](distributed.md#order) too; each one's cores
   step its shards.
-- **How near.** An H200 ran three such plans. The built-in rates had predicted 6 % more, 10 % less and 26 % less time
-  ([measured](measured-on-a-gpu.md#measured-and-planned)). The 6.7B above took 1,823 ms. It was predicted to take 1,370
-  there: the tables here keep 0.6 GB of each GPU free (`--reserve-device`), and the engine's budget was all of 24 GiB.
+- **How near.** An H200 ran three such plans, each on two occasions. The built-in rates had predicted from 6 % more to
+  26 % less time ([measured](measured-on-a-gpu.md#measured-and-planned)). A step of the 6.7B above took 1,839 ms and
+  1,649 ms. It was predicted to take 1,370 there: the tables here keep 0.6 GB of each GPU free (`--reserve-device`), and
+  the engine's budget was all of 24 GiB.
 - **Published** figures are those of the PatrickStar papers (arXiv 2108.05818; IEEE TPDS 34(1)), read off their plots,
   at batch sizes of their choice.
 

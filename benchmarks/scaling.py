@@ -133,8 +133,8 @@ TAIL = """
   copies: `connect(replicate=...)` keeps gathers within a few nodes. `pstar plan --replicate` plans them.
 - **Batches grow without limit here**: 4096 GPUs take 16.8 million tokens a step, more than a model of this size is
   usually trained with. With fewer sequences a GPU the same bytes are hidden behind less work.
-- **Only a single GPU has run the engine.** Up to four processes, on CPUs, have followed such plans. Nothing of this
-  size has run.
+- **Only single GPUs have run the engine**, of one kind. Up to four processes, on CPUs, have followed such plans.
+  Nothing of this size has run.
 """
 
 

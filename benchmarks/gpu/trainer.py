@@ -190,7 +190,7 @@ def with_masters(case: Case, where: torch.device) -> Training:
 
 
 def with_torchao(case: Case, where: torch.device) -> Training:
-    """bf16 weights on the device; torchao keeps optimizer states and gradients on the CPU, and steps there."""
+    """bf16 weights and gradients on the device; torchao copies gradients to the CPU, which has states and steps."""
     from torchao.optim import CPUOffloadOptimizer
 
     model = build(case, "cpu").to(where, torch.bfloat16)
@@ -199,7 +199,7 @@ def with_torchao(case: Case, where: torch.device) -> Training:
 
 
 def with_deepspeed(case: Case, where: torch.device) -> Training:
-    """ZeRO stage 2: bf16 weights and gradients on the device; masters and states on the CPU, which steps."""
+    """ZeRO stage 2: bf16 weights on the device; gradients, masters and states on the CPU, which steps."""
     import deepspeed
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("PS_PORT", "29541"))

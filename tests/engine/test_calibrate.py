@@ -38,7 +38,7 @@ def test_every_figure_is_measured(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bandwidths, "_PARAMETERS", 2**16)
-    monkeypatch.setattr(bandwidths, "_CACHES", 0)
+    monkeypatch.setattr(bandwidths, "_CACHE_SIZES", 0)
     monkeypatch.setattr(bandwidths, "_BLOCK_BYTES", 2**16)
     monkeypatch.setattr(bandwidths, "_DISK_BYTES", 2**20)
     monkeypatch.setattr(transformer_blocks, "_TOKENS", 64)
@@ -259,7 +259,7 @@ def test_probes_take_turns_and_long_ones_fewer(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_steps_and_copies_exceed_the_last_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each copy is of another block, so that memory is read and written, and no cache."""
+    """Each copy takes another block, so that memory is read and written, not a cache."""
     monkeypatch.setattr(bandwidths, "_PARAMETERS", 1000)
     monkeypatch.setattr(bandwidths, "_BLOCK_BYTES", 4096)
     monkeypatch.setattr(bandwidths, "last_cache", lambda: Cache(14_000, known=True))
@@ -293,7 +293,7 @@ def test_traffic_of_the_host_is_the_step_s_and_that_of_copies_beside_it(monkeypa
     """Of a step that ends once four copies were made, in half a second by a clock that only these move."""
     clock, left = [0.0], [4]
     monkeypatch.setattr(bandwidths, "_PARAMETERS", 1000)
-    monkeypatch.setattr(bandwidths, "_CACHES", 0)
+    monkeypatch.setattr(bandwidths, "_CACHE_SIZES", 0)
     monkeypatch.setattr(bandwidths, "_BLOCK_BYTES", 4096)
     traffic = bandwidths.HostTraffic(torch.device("cpu"))
 

@@ -98,7 +98,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize(("precision", "forward", "backward"), [("fp32", 5.4, 12.8), ("bf16", 5.4, 16.4)])
 def test_calls_for_each_parameter_of_a_checkpoint(precision: str, forward: float, backward: float) -> None:
-    """As in the next test; backward has the calls of forward once more."""
+    """Count as the next test does; backward repeats the calls of forward."""
     loop = Loop("emulated", precision, checkpointed=True)
     parameters = len(list(loop.model.parameters()))
     try:

@@ -67,7 +67,7 @@ class StandIn:
 
 
 class Stream:
-    """One that may be entered again and again."""
+    """A stream that may be entered more than once."""
 
     def __init__(self, calls: list[Any], stream: tuple[int, int]) -> None:
         self.calls, self.stream = calls, stream

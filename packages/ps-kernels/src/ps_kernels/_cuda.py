@@ -28,7 +28,7 @@ _TILE = 1 << 14
 _THREADS_A_MULTIPROCESSOR = 8 * 2048
 """Eight times what any device runs at once: enough blocks for an even end, and enough work for each."""
 _MOST_TABLES = 4096
-"""So many tables of spans are kept."""
+"""The largest number of tables of spans to keep."""
 _SORTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SAME_TYPE = 0
 
@@ -53,7 +53,7 @@ class CudaBackend:
         """Make the backend; ``tuning``: the launcher's, since kernels are compiled for it."""
         self._launcher, self._tuning = launcher, tuning or Tuning()
         self._tables: dict[tuple[tuple[tuple[int, int], ...], torch.device], tuple[Tensor, int]] = {}
-        """Tables of spans, which are never freed, as work on any stream may read them; with the number of blocks."""
+        """Tables of spans, each with its number of blocks; never freed, because work on any stream may read them."""
 
     def adam(self, states: tuple[Tensor, Tensor, Tensor], grad: Tensor, out: Tensor | None, s: AdamScalars) -> None:
         """Make one step on parameter, momentum and variance."""
@@ -75,7 +75,7 @@ class CudaBackend:
 
     def sumsq_each(self, x: Tensor, spans: Sequence[tuple[int, int]], out: Tensor) -> None:
         """Measure each span of ``x`` as `sumsq_finite` does, in one launch; see [Note: the table of spans]."""
-        table, blocks = self._table_of(tuple(spans), x)
+        table, blocks = self._table_of_spans(tuple(spans), x)
         if not blocks:
             return
         count = len(spans)
@@ -84,14 +84,14 @@ class CudaBackend:
         arguments = (x.data_ptr(), table.data_ptr(), count, blocks, done, done + 8 * count, out.data_ptr())
         self._launch(("norm", f"norm_spans_{_name(x)}"), (blocks, _NORM_THREADS), arguments, x)
 
-    def _table_of(self, spans: tuple[tuple[int, int], ...], x: Tensor) -> tuple[Tensor, int]:
-        """Return the table of spans where ``x`` is, and the number of blocks; kept, since each step has the same."""
+    def _table_of_spans(self, spans: tuple[tuple[int, int], ...], x: Tensor) -> tuple[Tensor, int]:
+        """Return the table of spans on the device of ``x``, and the number of blocks; each step has the same spans."""
         known = self._tables.get((spans, x.device))
         if known is None:
             numels = [stop - start for start, stop in spans]
             *firsts, blocks = accumulate((-(-numel // BLOCK_NUMEL) for numel in numels), initial=0)
             if len(self._tables) < _MOST_TABLES:
-                table = _for_any_stream([[start for start, _ in spans], numels, firsts], x)
+                table = _on_device_at_once([[start for start, _ in spans], numels, firsts], x)
                 known = self._tables[spans, x.device] = table, blocks
             else:
                 known = _on_device([[start for start, _ in spans], numels, firsts], x), blocks
@@ -131,7 +131,7 @@ class CudaBackend:
         """Return a call that does what `copy_all` does; the table is on the device already."""
         table, tiles = _table(batch, scatter=scatter)
         like = batch.whole.array
-        columns = _for_any_stream(table, like)
+        columns = _on_device_at_once(table, like)
         readers = set[torch.cuda.Stream]()
 
         def copy(_keep: Batch = batch) -> None:
@@ -226,8 +226,8 @@ def split(numel: int, tensors: Sequence[Tensor]) -> tuple[int, int]:
     return 0, 0
 
 
-def _for_any_stream(table: list[list[int]], like: Tensor) -> Tensor:
-    """Return a table where a kernel reads it; the host waits, so that any stream may read it."""
+def _on_device_at_once(table: list[list[int]], like: Tensor) -> Tensor:
+    """Return a table where a kernel reads it; the host waits for the copy, so that any stream may read it."""
     return torch.tensor(table, dtype=torch.int64, device="cpu").to(like.device)
 
 

@@ -46,7 +46,7 @@ class CupyLauncher:
         self._modules: dict[tuple[int, str], Any] = {}
         self._functions: dict[tuple[int, str, str], Any] = {}
         self._streams: dict[tuple[int, int], Any] = {}
-        """CuPy's streams, by the device's number and PyTorch's address: the default one has 0 on every device."""
+        """CuPy's streams, by device number and PyTorch's address, which is 0 for the default stream of every device."""
         self._multiprocessors: dict[int, int] = {}
 
     def launch(

@@ -82,7 +82,7 @@ class Projection(nn.Module):
             return x @ self.weight
         if not x.is_contiguous():
             return functional.linear(x, self.weight.t(), self.bias)
-        # The same with one use of the weight instead of two, each of which costs the host time under the engine.
+        # The same with one use of the weight, not two: under the engine each use takes the host some time.
         rows = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
         return rows.view(*x.shape[:-1], rows.shape[-1])
 

@@ -153,9 +153,9 @@ template <typename T> PS_FN void norm(const T *x, ps_index numel, int aligned, f
 }
 
 /* [Note: the table of spans]
- * Rows of `count` numbers: each span's first element, its length, and the blocks of the spans before it. `done` has a
- * zero for each span, where its blocks that are done are counted. The thread block that finishes a span's last block
- * adds up all of them: in one order, whichever it is, so its bits do not depend on which comes last. */
+ * Rows of `count` numbers: each span's first element, its length, and the blocks of the spans before it. `done` starts
+ * as zeros, and counts each span's finished blocks. The thread block that finishes a span's last block adds up the sums
+ * of all of them, always in the same order. So the bits do not depend on which block is the last. */
 template <typename T>
 PS_FN void norm_spans(const T *x, const ps_index *table, ps_index count, ps_index blocks, ps_index *done, float *sums,
                       float *out, float *shared) {

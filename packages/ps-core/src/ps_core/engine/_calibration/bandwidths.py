@@ -18,11 +18,13 @@ _CPU = torch.device("cpu")
 _PARAMETERS = 2**24
 """The least number of parameters of the measured step on a CPU; a device has eight times as many."""
 _BLOCK_BYTES = 2**26
-_CACHES, _PARAMETER_BYTES = 4, 14
-"""So many times what the processor's cache holds is stepped, and copied to and from a device; and a parameter's bytes.
+_CACHE_SIZES = 4
+"""Steps, and copies to and from a device, use this many times the bytes of the processor's last cache.
 
-Some servers' caches hold 300 MiB. What stayed in them made memory look a tenth faster than the engine finds it.
+Some servers' caches hold 300 MiB. Data that stayed in them made memory look a sixth faster than it is.
 """
+_PARAMETER_BYTES = 14
+"""Bytes of a parameter in a step on the CPU: weight and states in fp32, the gradient in 16 bits."""
 _LAUNCHES = 8
 """Launches in a row on a device: a single launch and the wait for it took two fifths as long as a step's work."""
 _SMALL_BYTES, _SMALL_COPIES = 4096, 50
@@ -40,7 +42,7 @@ class StepRate:
     def __init__(self, device: torch.device) -> None:
         on_device = device.type == "cuda"
         self._numel = (
-            8 * _PARAMETERS if on_device else max(_PARAMETERS, _CACHES * last_cache().bytes // _PARAMETER_BYTES)
+            8 * _PARAMETERS if on_device else max(_PARAMETERS, _CACHE_SIZES * last_cache().bytes // _PARAMETER_BYTES)
         )
         p, m, v = (torch.rand(self._numel, dtype=torch.float32, device=device) for _ in range(3))
         grad = torch.rand(self._numel, dtype=torch.float32, device=device).bfloat16()
@@ -134,13 +136,13 @@ class Links:
 
     def __init__(self, device: torch.device) -> None:
         on_device = device.type == "cuda"
-        blocks = max(1, -(-_CACHES * last_cache().bytes // _BLOCK_BYTES)) if on_device else 1
+        blocks = max(1, -(-_CACHE_SIZES * last_cache().bytes // _BLOCK_BYTES)) if on_device else 1
         arena = ps_kernels.PinnedArena(blocks * _BLOCK_BYTES, pin=on_device)
         self._blocks = [arena.tensor(place * _BLOCK_BYTES, _BLOCK_BYTES, torch.uint8) for place in range(blocks)]
         for block in self._blocks:
             block.zero_()
         host, there = self._blocks[0], torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device=device)
-        self._there, self._device, self._copied = there, device, 0
+        self._there, self._device, self._copies_begun = there, device, 0
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
         self._copies = _launches(device)
 
@@ -165,9 +167,9 @@ class Links:
             self._next_block().copy_(self._there, non_blocking=True)
 
     def _next_block(self) -> torch.Tensor:
-        """Return the block of host memory after the last one, so that caches have none of it."""
-        self._copied += 1
-        return self._blocks[self._copied % len(self._blocks)]
+        """Return the blocks of host memory in turn, so that no cache still holds the one that is returned."""
+        self._copies_begun += 1
+        return self._blocks[self._copies_begun % len(self._blocks)]
 
     def both_ways(self) -> int:
         """Copy in both directions, on a device at once; wait, and return the bytes of host memory read and written."""

@@ -31,10 +31,10 @@ _STRIDED = torch.strided
 
 
 HookPair: TypeAlias = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
-"""A function that packs a saved tensor, and one that unpacks it (any: what the first returned)."""
+"""A function that packs a saved tensor, and one that unpacks what the first returned, whatever it is."""
 
 active_pair: Callable[[bool], HookPair | None] = torch._C._autograd._top_saved_tensors_default_hooks
-"""Return the innermost pair of saved-tensor hooks; ``True``: also where PyTorch ignores it, as while tracing."""
+"""Return the innermost pair of saved-tensor hooks; ``True``: also one that PyTorch ignores now, as while tracing."""
 
 
 CHECKPOINT = checkpoint.__name__

@@ -127,8 +127,8 @@ class TorchRuntime:
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
-        self._current: tuple[tuple[int, int, int], Stream] | None = None
-        """The stream that `current` returned last, behind its number, device and kind."""
+        self._last_current: tuple[tuple[int, int, int], Stream] | None = None
+        """The stream that `current` returned last, after its id, device and kind as PyTorch numbers them."""
 
     @property
     def name(self) -> str:
@@ -141,10 +141,10 @@ class TorchRuntime:
 
     def current(self) -> Stream:
         """Return the stream on which this thread launches work now."""
-        known = self._current  # read once: other threads may replace it
+        known = self._last_current  # read once: other threads may replace it
         numbers = torch._C._cuda_getCurrentStream(self.torch_device.index)
         if known is None or known[0] != numbers:
-            known = self._current = numbers, torch.cuda.current_stream(self.torch_device)
+            known = self._last_current = numbers, torch.cuda.current_stream(self.torch_device)
         return known[1]
 
     def using(self, stream: Any) -> AbstractContextManager[object]:
