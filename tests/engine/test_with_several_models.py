@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import _models as models
 from _cases import finish, next_token, tokens
 from _reference import Settings
 from _reference import plain as run_plain
-from _runs import let_go
+from _runs import check_same, let_go
+from _runs import managed as run_managed
 from _states import masters_of
 from ps_core import SGD, AdamW, Budget, DoesNotFit, InvalidInput, Options
 from ps_core.engine import WeightAverage, chunked, is_managed, materialized, release, statistics
@@ -254,6 +259,57 @@ def test_a_frozen_teacher_called_with_gradients_enabled(needs_gradient: bool, st
     for model in (teacher, learner):
         if is_managed(model):
             release(model)
+
+
+class Reader(nn.Module):
+    """Weights that are multiplied by another model's; ``kept``: who keeps what is saved for backward."""
+
+    def __init__(self, others: list[nn.Module], kept: str) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(16, 16) / 4 for _ in others)
+        self.others, self.kept = tuple(others), kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight, other in zip(self.weights, self.others, strict=True):
+            if self.kept == "checkpoint":
+                x = checkpoint(self._block, x, weight, other, use_reentrant=False)
+            else:
+                hooks = saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+                with hooks if self.kept == "hooks" else nullcontext():
+                    x = self._block(x, weight, other)
+        return x
+
+    def _block(self, x: Tensor, weight: Tensor, other: nn.Linear) -> Tensor:
+        return torch.tanh(x @ (other.weight @ weight)) + torch.cat([weight, other.weight])[10:26].sum(0)
+
+
+def read_another(make: Any, kept: str, frozen: bool) -> list[Tensor]:
+    first = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    first[1].requires_grad_(not frozen)
+    second = Reader(list(first), kept)
+    second.weights[1].requires_grad_(not frozen)
+    made = [make(first, SPEC), make(second, SPEC)]
+    logs = []
+    for index in range(STEPS):
+        x = torch.randn(2, 16, generator=torch.Generator().manual_seed(index))
+        loss = made[1][0](made[0][0](x)).square().mean()
+        loss.backward()
+        for _, optimizer in made:
+            finish(optimizer)
+        logs.append(loss.detach())
+    return logs
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kept", ["engine", "hooks", "checkpoint"])
+def test_a_call_reads_weights_of_two_models(kept: str, frozen: bool, device: str) -> None:
+    """Each engine fetches its own weights, and only then makes aliases of these."""
+    settings = Settings(max_grad_norm=None, options=OPTIONS)
+    budget = Budget(host=HOST) if device == "cpu" else Budget(device=18_432, host=HOST)
+    got = run_managed(partial(read_another, kept=kept, frozen=frozen), settings, device, budget)
+    check_same(partial(read_another, kept=kept, frozen=frozen), settings, got)
+    assert device == "cpu" or got.evictions
 
 
 # Between a model's forward and backward

@@ -271,7 +271,7 @@ def _safe_to_save(pair: HookPair, records: list[ParamState], args: Any, kwargs: 
                 break
         else:
             return args, kwargs
-    return aliased(args, every), aliased(kwargs, every)
+    return aliased(args, records, every), aliased(kwargs, records, every)
 
 
 @not_compiled

@@ -171,16 +171,21 @@ def managed(values: Iterable[Any]) -> list[ManagedParameter]:
     return list(dict.fromkeys(found)) if found else found
 
 
-def aliased(values: Any, every: bool) -> Any:
-    """Return ``values`` with plain aliases for managed parameters: for all if ``every``, else for frozen ones."""
+def aliased(values: Any, records: list[ParamState], every: bool) -> Any:
+    """Return ``values`` with plain aliases for these parameters: for all if ``every``, else for frozen ones.
+
+    Parameters of another engine are left as they are: it may not have fetched them yet.
+    """
     if type(values) is ManagedParameter:
+        if values._record not in records:
+            return values
         if not values.requires_grad:
             return values.detach()
         return values.view_as(values) if every else values
     if type(values) in (list, tuple):
-        return type(values)(aliased(value, every) for value in values)
+        return type(values)(aliased(value, records, every) for value in values)
     if isinstance(values, dict):
-        return {name: aliased(value, every) for name, value in values.items()}
+        return {name: aliased(value, records, every) for name, value in values.items()}
     return values
 
 
