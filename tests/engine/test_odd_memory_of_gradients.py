@@ -84,3 +84,36 @@ def test_such_a_gradient_trains_as_its_copy_does(
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
     assert not torch.equal(wanted["weight"], Model(lambda: odd(dtype)).weight.to(dtype)), "it was stepped"
+
+
+class Stacked(nn.Module):
+    """Two parameters for which autograd makes views of one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.zeros(NUMEL)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * torch.stack((self.one, self.other)).sum(0)).sum()
+
+
+@pytest.mark.parametrize("device", BUDGETS)
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gradients_that_share_memory_are_summed_apart(device: str, precision: str, clipped: bool) -> None:
+    """PyTorch's own sums are wrong here: it adds to the one, and so to the other."""
+    model, optimizer = chunked(
+        Stacked(), AdamW(), device=device, precision=precision, budget=BUDGETS[device], max_grad_norm=None
+    )
+    try:
+        for factor in (1.0, 2.0):
+            model(torch.full((NUMEL,), factor, dtype=DTYPES[precision])).backward()
+            if clipped:
+                for parameter in model.parameters():
+                    parameter.grad.mul_(0.5)
+        expected = torch.full((NUMEL,), 1.25 if clipped else 3.0)
+        for parameter in model.parameters():
+            assert torch.equal(parameter.grad.float().cpu(), expected)
+        optimizer.zero_grad()
+    finally:
+        release(model)

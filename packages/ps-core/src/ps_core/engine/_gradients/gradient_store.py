@@ -33,6 +33,9 @@ SMALL_NUMEL = 2**14
 CONCATENATED_NUMEL = 2**16
 """The most elements of small gradients that are concatenated: no budget counts the copy."""
 
+_USES_OF_ONE = 2
+"""The use count of a storage that one tensor has, and Python's object of it."""
+
 _PLACE = attrgetter("gradient")
 
 
@@ -156,7 +159,9 @@ class GradientStore:
             return
         self._residency.transfers.wait_for_other_queues(Queue.CPU)
         if record.gradient is GradientPlace.OWN_TENSOR and record.own_gradient is not None:
-            record.keep_gradient(record.own_gradient.float().mul_(factor), overwrite_pending=record.overwrite_pending)
+            record.keep_gradient(
+                _to_change(record.own_gradient).mul_(factor), overwrite_pending=record.overwrite_pending
+            )
         elif record.gradient is GradientPlace.IN_ACCUMULATOR:
             chunk = record.group.chunks[Kind.ACC]
             slot = chunk.source()
@@ -171,7 +176,7 @@ class GradientStore:
 
     def _add_to_own_tensor(self, record: ParamState, gradient: torch.Tensor) -> None:
         own = record.own_gradient
-        record.keep_gradient(gradient if own is None else own.float().add_(gradient))
+        record.keep_gradient(gradient if own is None else _to_change(own).add_(gradient))
 
     def move_to_accumulator(self, record: ParamState) -> None:
         """Move a gradient from its own tensor into the fp32 sum."""
@@ -333,6 +338,16 @@ class GradientStore:
             launch(f"norm of {records[0].group.name}", (flat,), (parts,), measure)
         for record, part in zip(records, parts.unbind(), strict=True):
             record.norm_part = part
+
+
+def _to_change(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient in fp32 that may be changed in place: a copy if another tensor has the same memory.
+
+    Autograd may make the gradients of two parameters views of one tensor, as of those that are stacked.
+    """
+    storage = gradient.untyped_storage()
+    shared = torch._C._storage_Use_Count(storage._cdata) > _USES_OF_ONE
+    return gradient.to(torch.float32, copy=shared)
 
 
 def _batches_of(records: list[ParamState]) -> Iterator[list[ParamState]]:
