@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import ps_kernels
 from _emulated import EmulatedLauncher, build, of_one_type
-from ps_kernels import _api, _backends
+from ps_kernels import _api, _backends, _cuda
 from ps_kernels._arithmetic_order import AdamArguments
 from ps_kernels._batch import check_batch
 from ps_kernels._cuda import CudaBackend, split
@@ -237,6 +237,26 @@ def test_sums_of_squares_of_spans_are_one_launch(
     ps_kernels.sumsq_finite(x, nothing, spans=[(4, 4)])
     ps_kernels.sumsq_finite(x, nothing[:0], spans=[])
     assert not nothing.any()
+
+
+def test_tables_of_spans_are_kept_for_the_same_spans(
+    emulated: EmulatedLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other arrays too, and only so many. Spans may be lists, or numbers that change later."""
+    monkeypatch.setattr(_cuda, "_MOST_TABLES", 2)
+    backend = CudaBackend(emulated)
+    monkeypatch.setattr(_api, "choose", lambda name, library, device, wanted: backend)
+    stop = np.array(3)
+    cases: list[Any] = [[[0, 3]], [(0, stop)], np.array([[0, 3]]), [(0, 3), (3, 9)], [(2, 5)], [(2, 6)]]
+    for index, spans in enumerate(cases):
+        x, row = torch.full((9,), index + 1.0), torch.zeros(len(spans), 2)
+        ps_kernels.sumsq_finite(x, row, spans=spans)
+        assert row[:, 0].tolist() == [(index + 1.0) ** 2 * (last - first) for first, last in spans]
+    stop += 1
+    row = torch.zeros(1, 2)
+    ps_kernels.sumsq_finite(torch.ones(9), row, spans=[(0, stop)])
+    assert row.tolist() == [[4.0, 0.0]]
+    assert [spans for spans, _ in backend._tables] == [((0, 3),), ((0, 3), (3, 9))]
 
 
 def test_the_last_sums_are_halved_too(launcher: EmulatedLauncher) -> None:

@@ -136,8 +136,9 @@ def sumsq_finite(
         check_flat([target], 2)
         chosen.sumsq_finite(source.array, target.array)
     else:
-        check_rows(target, check_spans(spans, numel), 2)
-        chosen.sumsq_each(source.array, spans, target.array)
+        pairs = check_spans(spans, numel)
+        check_rows(target, len(pairs), 2)
+        chosen.sumsq_each(source.array, pairs, target.array)
     note_written([target])
 
 

@@ -133,10 +133,11 @@ def check_rows(item: View, rows: int, columns: int) -> None:
         check_contiguous(item)
 
 
-def check_spans(spans: Sequence[tuple[int, int]], numel: int) -> int:
-    """Return the number of spans; raise unless each is a pair of whole numbers, and lies within the elements."""
+def check_spans(spans: Sequence[tuple[int, int]], numel: int) -> tuple[tuple[int, int], ...]:
+    """Return the spans as pairs of ints; raise unless each is a pair of whole numbers, and within the elements."""
     if not hasattr(spans, "__len__"):
         refuse_uncounted("spans", spans)
+    found = []
     for span in spans:
         try:
             start, stop = map(index, span)
@@ -146,7 +147,8 @@ def check_spans(spans: Sequence[tuple[int, int]], numel: int) -> int:
             raise InvalidArgument(
                 f"spans: expected runs within {numel} elements, found {shown(start)} to {shown(stop)}"
             )
-    return len(spans)
+        found.append((start, stop))
+    return tuple(found)
 
 
 def check_contiguous(item: View) -> None:
