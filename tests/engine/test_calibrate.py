@@ -277,6 +277,21 @@ def test_steps_and_copies_exceed_the_last_cache(monkeypatch: pytest.MonkeyPatch)
     assert all(links._next_block().data_ptr() in copied for _ in range(14))
 
 
+def test_large_caches_do_not_exhaust_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small virtual machine may be told the size of its large host's cache."""
+    monkeypatch.setattr(bandwidths, "_PARAMETERS", 1000)
+    monkeypatch.setattr(bandwidths, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(bandwidths, "last_cache", lambda: Cache(2**31, known=True))
+    monkeypatch.setattr(bandwidths, "available_bytes", lambda: 16 * 28_000)
+    assert bandwidths.StepRate(torch.device("cpu")).moved_bytes == 2000 * 28
+    arenas = list[int]()
+    monkeypatch.setattr(bandwidths.ps_kernels, "PinnedArena", partial(_unpinned, arenas))
+    monkeypatch.setattr(torch, "zeros", partial(_on_the_cpu, torch.zeros))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    bandwidths.Links(torch.device("cuda"))
+    assert arenas == [7 * 4096], "of 28,000 bytes"
+
+
 def _unpinned(sizes: list[int], size: int, *, pin: bool) -> PinnedArena:
     assert pin
     sizes.append(size)

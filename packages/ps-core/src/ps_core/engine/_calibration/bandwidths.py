@@ -13,6 +13,7 @@ import torch
 import ps_kernels
 from ps_core.engine._calibration.cpu_caches import last_cache
 from ps_core.engine._calibration.probes import Probe
+from ps_core.engine._devices.select import available_bytes
 
 _CPU = torch.device("cpu")
 _PARAMETERS = 2**24
@@ -31,6 +32,11 @@ _SMALL_BYTES, _SMALL_COPIES = 4096, 50
 _DISK_BYTES = 2**28
 
 
+def _bytes_beyond_caches() -> int:
+    """Return how many bytes no cache holds; four probes take so many, so at most a sixteenth of the free memory."""
+    return min(_CACHE_SIZES * last_cache().bytes, available_bytes() // 16)
+
+
 def _launches(device: torch.device) -> int:
     """Return how often a sample repeats its work."""
     return _LAUNCHES if device.type == "cuda" else 1
@@ -41,9 +47,7 @@ class StepRate:
 
     def __init__(self, device: torch.device) -> None:
         on_device = device.type == "cuda"
-        self._numel = (
-            8 * _PARAMETERS if on_device else max(_PARAMETERS, _CACHE_SIZES * last_cache().bytes // _PARAMETER_BYTES)
-        )
+        self._numel = 8 * _PARAMETERS if on_device else max(_PARAMETERS, _bytes_beyond_caches() // _PARAMETER_BYTES)
         p, m, v = (torch.rand(self._numel, dtype=torch.float32, device=device) for _ in range(3))
         grad = torch.rand(self._numel, dtype=torch.float32, device=device).bfloat16()
         self._steps = _launches(device)
@@ -136,7 +140,7 @@ class Links:
 
     def __init__(self, device: torch.device) -> None:
         on_device = device.type == "cuda"
-        blocks = max(1, -(-_CACHE_SIZES * last_cache().bytes // _BLOCK_BYTES)) if on_device else 1
+        blocks = max(1, -(-_bytes_beyond_caches() // _BLOCK_BYTES)) if on_device else 1
         arena = ps_kernels.PinnedArena(blocks * _BLOCK_BYTES, pin=on_device)
         self._blocks = [arena.tensor(place * _BLOCK_BYTES, _BLOCK_BYTES, torch.uint8) for place in range(blocks)]
         for block in self._blocks:

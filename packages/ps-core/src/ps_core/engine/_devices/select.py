@@ -46,7 +46,7 @@ def tier_budgets(device: Device, budget: Budget, sharers: int) -> tuple[Tier, ..
     """Return the tiers, fastest first; of what several processes share, each tier has this process's part only."""
     host = budget.host_bytes
     if host is None:
-        free = _available_bytes()
+        free = available_bytes()
         host = free - free // _KEPT_FREE
     host //= sharers
     disk = () if budget.disk_bytes is None else (Tier("disk", budget.disk_bytes // sharers & -128),)
@@ -116,7 +116,7 @@ def _file_system(directory: str) -> str:
     return next((row[row.index("-") + 1] for row in rows if row[2] == number), "")
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Return the memory that this process may still take, by the system's figures and its control group's."""
     return min(_limits())
 
