@@ -416,3 +416,15 @@ def test_a_classifier_s_table_may_be_larger_than_the_accelerator() -> None:
     assert losses(away=True) == losses(away=False)
     with pytest.raises(DoesNotFit):
         chunked(BERTClassifier(BERTConfig(shape=found)), AdamW(), device="emulated", budget=replace(budget))[0](ids)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_projection_maps_what_has_no_view_as_rows(bias: bool) -> None:
+    """As `nn.functional.linear` does: jagged batches, other strides, no inputs."""
+    part = Projection(6, 4, bias=bias, init=Initialiser(0.1))
+    rows = [torch.randn(2, 6), torch.randn(3, 6)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    assert torch.allclose(part(jagged).values(), part(torch.cat(rows)))
+    strided = torch.randn(2, 6, 3).transpose(1, 2)
+    assert torch.allclose(part(strided), part(strided.contiguous()))
+    assert Projection(0, 4, bias=bias, init=Initialiser(0.1))(torch.zeros(2, 3, 0)).eq(0).all()

@@ -80,7 +80,7 @@ class Projection(nn.Module):
         """Map shape (..., inputs) to (..., outputs)."""
         if self.bias is None:
             return x @ self.weight
-        if not x.is_contiguous():
+        if x.is_nested or not x.is_contiguous() or not x.shape[-1]:  # these have no view as rows
             return functional.linear(x, self.weight.t(), self.bias)
         # The same with one use of the weight, not two: under the engine each use takes the host some time.
         rows = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
