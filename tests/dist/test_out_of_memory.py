@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -247,3 +248,34 @@ def test_a_rank_whose_memory_stays_short_says_what_for() -> None:
     words = r"^rank 1: memory is short for .* call optimizer\.zero_grad\(\), which runs the remaining collectives"
     with going_by(plan=False), pytest.raises(DeviceOutOfMemory, match=words):
         run(2, starve, "bf16", "forward", 99)
+
+
+@pytest.mark.parametrize("plan", [True, False])
+def test_the_others_end_their_pass_once_the_rank_has_cleared_its_gradients(plan: bool) -> None:
+    """It tells the others afterwards, by means of its own; until it clears they may wait in backward."""
+    told = Barrier(2, timeout=30)
+
+    def case(each: Together) -> int:
+        runtime = FakeRuntime(each.rank + 1)
+        launch_on_stream(each)
+        single, reference = made(None, "bf16", "cpu", each.ranks)
+        with runtime:
+            model, optimizer = made(each, "bf16", CudaDevice(runtime), 1)
+            model.allocator, failures = runtime.allocator, 0
+            for step in range(5):
+                model.wants = "backward" if step in (0, 3) and each.rank else ""
+                try:
+                    passed(model, step, each.rank)
+                except torch.OutOfMemoryError:
+                    failures += 1
+                    optimizer.zero_grad()
+                model.wants = ""
+                told.wait()
+                optimizer.zero_grad()
+                stepped_alike(each, (model, optimizer), (single, reference), step, "bf16")
+            release(model)
+        release(single)
+        return failures
+
+    with going_by(plan=plan):
+        assert run(2, case)[0] == [0, 2]
