@@ -297,7 +297,7 @@ def trainer(model: Any, told: Any, kind: Any = ChunkedTrainer, **more: Any) -> A
 
 
 provoked(
-    "does not go with a memory budget: leave {} out, or give {}=False (SFTConfig turns bf16 on by itself); precision=",
+    "does not go with a memory budget: leave {} out; {}",
     lambda: arguments(bf16=True),
     lambda: trainer(llama(), arguments(precision="bf16")),
 )

@@ -182,9 +182,18 @@ def test_saved_as_the_trainer_saves(tmp_path: Path) -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in again.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["bf16", "torch_compile"])
-def test_the_librarys_own_precision_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InvalidInput, match=rf"^{name}=True does not go with a memory budget"):
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("bf16", r"precision= says what is computed in \(SFTConfig needs bf16=False"),
+        ("torch_compile", "compile the model's blocks"),
+        ("fsdp", "device_memory= says how much of the accelerator is used, and the trainer takes collectives="),
+    ],
+)
+def test_what_the_library_would_do_itself_is_refused(tmp_path: Path, name: str, value: object, instead: str) -> None:
+    with pytest.raises(
+        InvalidInput, match=rf"^{name}=.* does not go with a memory budget: leave {name} out; {instead}"
+    ):
         ChunkedTrainingArguments(output_dir=str(tmp_path), **COMMON, **{name: True})
 
 

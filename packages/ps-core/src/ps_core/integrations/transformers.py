@@ -36,6 +36,17 @@ except ModuleNotFoundError as error:
 __all__ = ["ChunkedTrainer", "ChunkedTrainingArguments", "ManagedArguments", "ManagedTrainerMixin"]
 
 _LOGGED = ("tiers.", "moved_bytes.")
+_OF_PRECISION = "precision= says what is computed in"
+_OF_THE_TRAINER = (
+    "device_memory= says how much of the accelerator is used, and the trainer takes collectives= for several processes"
+)
+_INSTEAD = {
+    "bf16": f"{_OF_PRECISION} (SFTConfig needs bf16=False, for it turns this on by itself)",
+    **dict.fromkeys(("fp16", "bf16_full_eval", "fp16_full_eval"), _OF_PRECISION),
+    **dict.fromkeys(("fsdp", "deepspeed"), _OF_THE_TRAINER),
+    "torch_compile": "compile the model's blocks: for block in model.model.layers: block.compile()",
+}
+"""Arguments of the library's that are refused, with what takes their place."""
 
 
 @dataclass
@@ -52,12 +63,10 @@ class ManagedArguments:
     def __post_init__(self) -> None:
         """Check that the library itself will not change precision or split the model."""
         super().__post_init__()  # type: ignore[misc]  # TrainingArguments', which comes next
-        for name in ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "fsdp", "deepspeed", "torch_compile"):
+        for name, instead in _INSTEAD.items():
             if getattr(self, name, None):
                 raise InvalidInput(
-                    f"{name}={getattr(self, name)!r} does not go with a memory budget: leave {name} out, or give "
-                    f"{name}=False (SFTConfig turns bf16 on by itself); precision= says what is computed in, "
-                    "device_memory= how much of the accelerator is used"
+                    f"{name}={getattr(self, name)!r} does not go with a memory budget: leave {name} out; {instead}"
                 )
 
     @property
