@@ -190,10 +190,9 @@ def test_saved_as_the_trainer_saves(tmp_path: Path) -> None:
         ("fsdp", "device_memory= says how much of the accelerator is used, and the trainer takes collectives="),
     ],
 )
-def test_what_the_library_would_do_itself_is_refused(tmp_path: Path, name: str, value: object, instead: str) -> None:
-    with pytest.raises(
-        InvalidInput, match=rf"^{name}=.* does not go with a memory budget: leave {name} out; {instead}"
-    ):
+def test_what_the_library_would_do_itself_is_refused(tmp_path: Path, name: str, instead: str) -> None:
+    said = rf"^{name}=True does not go with a memory budget: leave {name} out; {instead}"
+    with pytest.raises(InvalidInput, match=said):
         ChunkedTrainingArguments(output_dir=str(tmp_path), **COMMON, **{name: True})
 
 
