@@ -252,7 +252,7 @@ def test_a_rank_whose_memory_stays_short_says_what_for() -> None:
 
 @pytest.mark.parametrize("plan", [True, False])
 def test_the_others_end_their_pass_once_the_rank_has_cleared_its_gradients(plan: bool) -> None:
-    """It tells the others afterwards, by means of its own; until it clears they may wait in backward."""
+    """The program tells the others by a barrier of its own. Before `zero_grad` they may still wait in backward."""
     told = Barrier(2, timeout=30)
 
     def case(each: Together) -> int:

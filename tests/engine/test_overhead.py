@@ -63,6 +63,22 @@ class Loop:
         self.input = torch.randn(2, 32)
         self.loss: Tensor | None = None
 
+    def calls_for_each_parameter(self) -> list[float]:
+        """Count the calls of forward, backward and the step, by parameters; no group may be fetched meanwhile."""
+        parameters = len(list(self.model.parameters()))
+        try:
+            for _ in range(WARM_UP):
+                for part in (self.forward, self.backward, self.step):
+                    part()
+            before = statistics(self.model)
+            found = [calls_of_ours(part) / parameters for part in (self.forward, self.backward, self.step)]
+            after = statistics(self.model)
+        finally:
+            release(self.model)
+        assert after.planned_passes == before.planned_passes + 1
+        assert after.fetches == before.fetches, "there is room for everything"
+        return found
+
     def forward(self) -> None:
         self.loss = self.model(self.input)
 
@@ -99,19 +115,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize(("precision", "forward", "backward"), [("fp32", 5.4, 12.8), ("bf16", 5.4, 16.4)])
 def test_calls_for_each_parameter_of_a_checkpoint(precision: str, forward: float, backward: float) -> None:
     """Count as the next test does; backward repeats the calls of forward."""
-    loop = Loop("emulated", precision, checkpointed=True)
-    parameters = len(list(loop.model.parameters()))
-    try:
-        for _ in range(WARM_UP):
-            for part in (loop.forward, loop.backward, loop.step):
-                part()
-        before = statistics(loop.model)
-        found = [calls_of_ours(part) / parameters for part in (loop.forward, loop.backward)]
-        loop.step()
-        after = statistics(loop.model)
-    finally:
-        release(loop.model)
-    assert after.planned_passes == before.planned_passes + 1
+    found = Loop("emulated", precision, checkpointed=True).calls_for_each_parameter()
     assert found[0] <= forward, found
     assert found[1] <= backward, found
 
@@ -127,19 +131,7 @@ def test_calls_for_each_parameter_of_a_checkpoint(precision: str, forward: float
 )
 def test_calls_for_each_parameter(device: str, precision: str, forward: float, backward: float, step: float) -> None:
     """The numbers are what was counted, rounded up; where one is no longer kept, find out what has become dearer."""
-    loop = Loop(device, precision)
-    parameters = len(list(loop.model.parameters()))
-    try:
-        for _ in range(WARM_UP):
-            for part in (loop.forward, loop.backward, loop.step):
-                part()
-        before = statistics(loop.model)
-        found = [calls_of_ours(part) / parameters for part in (loop.forward, loop.backward, loop.step)]
-        after = statistics(loop.model)
-    finally:
-        release(loop.model)
-    assert after.planned_passes == before.planned_passes + 1
-    assert after.fetches == before.fetches, "there is room for everything"
+    found = Loop(device, precision).calls_for_each_parameter()
     assert all(each <= most for each, most in zip(found, (forward, backward, step), strict=True)), found
 
 

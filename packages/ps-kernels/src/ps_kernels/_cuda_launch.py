@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -47,7 +47,6 @@ class CupyLauncher:
         self._functions: dict[tuple[int, str, str], Any] = {}
         self._streams: dict[tuple[int, int], Any] = {}
         """CuPy's streams, by device number and PyTorch's address, which is 0 for the default stream of every device."""
-        self._multiprocessors: dict[int, int] = {}
 
     def launch(
         self, kernel: tuple[str, str], grid: tuple[int, int], arguments: Sequence[int | float], on: Tensor
@@ -67,10 +66,7 @@ class CupyLauncher:
 
     def multiprocessors(self, on: Tensor) -> int:
         """Return how many multiprocessors the tensor's device has."""
-        index = on.get_device()
-        if index not in self._multiprocessors:
-            self._multiprocessors[index] = int(torch.cuda.get_device_properties(index).multi_processor_count)
-        return self._multiprocessors[index]
+        return _multiprocessors(on.get_device())
 
     def warm(self, index: int, modules: Iterable[str] = tuple(KERNELS)) -> Iterator[tuple[str, float]]:
         """Compile all kernels for a device, or load them; yield each with its seconds, a module's in the first."""
@@ -112,6 +108,11 @@ class CupyLauncher:
         made = tempfile.mkdtemp(prefix="ps_kernels-")
         finalize(self, shutil.rmtree, made, ignore_errors=True)
         return Path(made)
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def _keep(code: bytes, path: Path) -> Path:

@@ -44,7 +44,7 @@ _INSTEAD = {
     "bf16": f"{_OF_PRECISION} (SFTConfig needs bf16=False, for it turns this on by itself)",
     **dict.fromkeys(("fp16", "bf16_full_eval", "fp16_full_eval"), _OF_PRECISION),
     **dict.fromkeys(("fsdp", "deepspeed"), _OF_THE_TRAINER),
-    "torch_compile": "compile the model's blocks: for block in model.model.layers: block.compile()",
+    "torch_compile": "compile the model's blocks, as in `for block in model.model.layers: block.compile()`",
 }
 """Arguments of the library's that are refused, with what takes their place."""
 

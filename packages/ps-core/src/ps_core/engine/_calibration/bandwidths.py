@@ -147,7 +147,7 @@ class Links:
             block.zero_()
         host, there = self._blocks[0], torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device=device)
         self._there, self._device, self._copies_begun = there, device, 0
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if on_device else []  # type: ignore[no-untyped-call]
         self._copies = _launches(device)
 
         def small() -> None:

@@ -68,6 +68,7 @@ class ParameterAccess:
 
     def call(self, records: list[ParamState], function: Function, args: Any, kwargs: Any) -> Any:
         """Fetch these parameters, and call the function."""
+        # The model's own call looks at its parameters at its begin and end, and backward uses those of forward.
         by_part = self._passes.outside and torch._C._current_graph_task_id() == -1
         if by_part and torch.is_grad_enabled() and function not in OPENING:
             self._look_for_unfrozen(records)
