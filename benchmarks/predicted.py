@@ -198,7 +198,9 @@ TAIL = """
 - **Matrix work runs at one rate**, whatever its shape. Narrow models (hidden size 2048), short sequences and small
   batches run slower than that on real hardware; recomputation and attention are priced like any other operation.
 - **Everything that is neither matrix work, optimizer nor movement** is a fixed overhead a moment: layer norms,
-  dropout, activation functions, kernel launches, Python. On a fast GPU with a small batch these are not small.
+  dropout, activation functions.
+- **The thread that launches work** takes 50 microseconds for each operator and 20 for each tensor, on every machine.
+  Narrow models and small batches wait for it. It shares the cores with CPU steps, which is not in the figures.
 - **Contention is simple**: processes of a node divide host memory and disks evenly; copies up and down share host
   memory by their bytes; a step on the CPU is slowed by its segment's copies. Real memory controllers, NUMA, PCIe
   switches shared by two GPUs, and power limits are rougher. Collectives and matrix work do not slow each other.

@@ -20,6 +20,8 @@ MACHINE = replace(
     matmul_flops_fp32=_H200.matmul_flops_fp32 * _SMALLER,
     latency_s=1e-9,
     moment_overhead_s=2e-9,
+    launch_s=0.0,
+    tensor_overhead_s=0.0,
 )
 """Computing, copies and steps are in proportion as they are on an H200 with a batch of 8 x 1,024."""
 

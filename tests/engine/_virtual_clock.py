@@ -176,6 +176,7 @@ class TimedRuntime(FakeRuntime):
             self.host_waits(self.compute.free_s)  # the host reads a value
             return
         amounts = amounts_of(func, args, kwargs, result)
+        self.now_s += amounts.launches * self.machine.launch_s
         if amounts.flops:
             fp32 = next(each for each in args if isinstance(each, Tensor)).dtype is torch.float32
             self.compute.take(self.machine.computing_s(amounts, fp32=fp32), str(func))

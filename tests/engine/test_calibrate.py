@@ -19,10 +19,10 @@ from ps_core._trace import Amounts
 from ps_core.engine import _calibrate
 from ps_core.engine._calibration import bandwidths, cpu_caches, engine_overhead, operators, probes, transformer_blocks
 from ps_core.engine._calibration.cpu_caches import Cache, last_cache, stack_size
-from ps_core.engine._calibration.engine_overhead import Bookkeeping, Told, divide
+from ps_core.engine._calibration.engine_overhead import EMULATED, Bookkeeping, Launching, Told, divide
 from ps_core.engine._calibration.operators import Attended, Operators, Slow, attention
 from ps_core.engine._calibration.probes import BUSY, SPREAD, Probe, collect, steadiness
-from ps_core.engine._calibration.transformer_blocks import OnADevice, OnTheCpu, Timed, fit
+from ps_core.engine._calibration.transformer_blocks import Blocks, OnADevice, OnTheCpu, Timed, fit
 from ps_kernels import PinnedArena
 
 
@@ -67,7 +67,7 @@ def test_every_figure_is_measured(
     }
     noisy = of_the_engine | of_operators
     same = {key for key in type(found).__slots__ if getattr(found, key) == getattr(base, key)}
-    assert same - noisy == {"memory_bytes", "collective_bandwidth", "internode_bandwidth"}
+    assert same - noisy == {"memory_bytes", "collective_bandwidth", "internode_bandwidth", "launch_s"}
     assert found.name.endswith(", calibrated")
     assert found.played_copy_bandwidth > 0, "the CPU plays the accelerator"
     assert found.host_dram_bandwidth >= found.host_bandwidth, "cores alone, or copies beside them"
@@ -161,7 +161,7 @@ def test_what_attention_is_timed_with_is_counted_as_blocks_are() -> None:
     """A block in eight heads of 64, recomputed: twice there, once back, as long and as many as the probes'."""
     length = operators._LENGTHS[0]
     model = transformer_blocks.Blocks(1, 512)
-    counted, _ = transformer_blocks._counted(model, torch.zeros(operators._TOKENS // length, length, 512))
+    counted, _ = transformer_blocks.counted(model, torch.zeros(operators._TOKENS // length, length, 512))
     queries = operators._HEADS * operators._TOKENS
     assert (counted.queries, counted.queries_backward) == (2 * queries, queries)
     assert counted.attention_flops == (2 + 2 + 5) * 2.0 * queries * length * operators._HEAD
@@ -218,8 +218,28 @@ def test_all_widths_have_as_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_rate_of_a_device_is_that_of_its_blocks() -> None:
     model = OnADevice(torch.device("cpu"), torch.float32)
     model.probe.times = [2.0]
-    recomputed, once = 2 * (12 * 2048**2 + 13 * 2048), 2048**2 + 2048
-    assert model.fit() == (8 * recomputed + 6 * once) * 4096 / 2.0
+    attention = 9 * 2 * 2048 * 512 * 4096  # of each block two products, two when it is recomputed, and five
+    # The last product of a block is not computed again. Nobody needs the gradient of the first input.
+    flops = 2 * ((8 * 12 - 2 * 4) * 2048**2 * 4096 + attention) + 4 * 2048**2 * 4096
+    elements = model._amounts.elements
+    assert elements > 2 * 10 * 2048 * 4096
+    assert model.fit(1e30) == (pytest.approx(flops / 2.0), pytest.approx(4e-30))
+    rate = 4.0 * elements / 0.5
+    assert model.fit(rate) == (pytest.approx(flops / 1.5), 4.0 / rate)
+    assert model.fit(1.0) == (pytest.approx(flops / 1.0), 4.0), "at least half is products"
+
+
+def test_launching_is_told_from_the_engines_own_work() -> None:
+    """From made-up seconds: a plain operator takes 2 s; the engine copies gradients, and takes 5 s for each tensor."""
+    launching = Launching(EMULATED)
+    collect([launching.probes], 1)
+    assert all(probe.seconds > 0 for probe in launching.probes)
+    plain, managed, _ = launching.probes
+    gradients = len(list(Blocks(8, 32).parameters()))
+    assert launching._launches > 8 * 24
+    plain.times = [2.0 * launching._launches]
+    managed.times = [2.0 * (launching._launches + gradients) + 5.0 * 3 * gradients]
+    assert launching.fit() == pytest.approx((2.0, 5.0))
 
 
 def test_the_engines_own_work_is_divided_among_moments_tensors_steps_and_moves() -> None:

@@ -59,4 +59,13 @@ def test_a_formula_that_refuses_shapes_refuses_no_model(monkeypatch: pytest.Monk
     left, right = torch.ones(3, 4), torch.ones(4, 5)
     with Counted() as counted:
         made = left @ right
-    assert counted.amounts == Amounts(elements=left.numel() + right.numel() + made.numel())
+    assert counted.amounts == Amounts(elements=left.numel() + right.numel() + made.numel(), launches=1)
+
+
+def test_only_work_is_launched() -> None:
+    left = torch.ones(3, 4)
+    with Counted() as counted:
+        for view in (left.t(), left.view(-1), left.detach(), torch.empty(3)):
+            assert counted.amounts == Amounts(), view.shape
+        (left.t() @ left).sum()
+    assert counted.amounts.launches == 2

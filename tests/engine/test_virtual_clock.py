@@ -166,6 +166,24 @@ FASTER = replace(MACHINE, matmul_flops=MACHINE.matmul_flops * 4, matmul_flops_fp
 """A moment of so many rows takes as long as one of `ROWS`."""
 
 
+@pytest.mark.parametrize("budget_kib", [64, 160, 2048])
+@pytest.mark.parametrize(("precision", "micro_batches", "clip"), CASES)
+@pytest.mark.parametrize("share", [0.7, 3.0])
+def test_launching_takes_its_time(
+    share: float, budget_kib: int, precision: str, micro_batches: int, clip: float | None, tmp_path: Path
+) -> None:
+    """In 16 bits the host thread takes about as long for the model's operators as the device does, by this factor."""
+    kib = budget_kib * (2 if precision == "fp32" else 1)
+    launching = replace(MACHINE, launch_s=share * 1.5e-8)
+    got = train(tmp_path, f"{kib}KiB", precision=precision, micro_batches=micro_batches, clip=clip, machine=launching)
+    near = 0.004 if share < 1 else 0.07  # a plan counts one norm a group; the engine joins those of small groups
+    assert got.step_s == pytest.approx(got.predicted.step_time_s, rel=near)
+    computing_s = got.predicted.busy_s["compute"]
+    assert (got.predicted.launching_s > computing_s) is (share > 1 and precision != "fp32")
+    if budget_kib == 2048:
+        assert got.step_s >= 0.93 * max(got.predicted.launching_s, computing_s)
+
+
 @pytest.mark.parametrize("budget_kib", [120, 160])
 @pytest.mark.parametrize(("precision", "micro_batches"), [("bf16", 1), ("bf16", 3), ("fp32", 1), ("fp32", 3)])
 def test_activations_travel_as_was_predicted(

@@ -17,11 +17,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ps_core import SGD, AdamW, Budget, DeviceOutOfMemory, Options, TorchOptimizer
 from ps_core._plan import Queue
 from ps_core._simulate.machine import MACHINES
 from ps_core.engine import chunked, profiled, release, statistics
+from ps_core.engine._calibration.engine_overhead import Launching
+from ps_core.engine._calibration.probes import collect
 from ps_core.engine._devices.cuda.device import CudaDevice, cuda_device
 from ps_core.engine._devices.host_pool import _pages
 
@@ -204,3 +207,13 @@ def test_the_allocator_is_read_as_it_counts() -> None:
     assert whole == torch.cuda.mem_get_info()[1] >= free > 0
     assert arena.is_cuda
     device.close()
+
+
+def test_launches_are_timed() -> None:
+    """A GPU's calibration times the host's work for an operator, and the engine's for a tensor."""
+    with sdpa_kernel(SDPBackend.MATH):  # others choose kernels by the GPU's kind
+        launching = Launching("cuda")
+        collect([launching.probes], 5)
+    launch_s, tensor_s = launching.fit()
+    assert 1e-6 < launch_s < 1e-2
+    assert 0 <= tensor_s < 1e-2

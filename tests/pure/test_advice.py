@@ -15,6 +15,9 @@ from ps_core._errors import DoesNotFit
 from ps_core._extents import Precision
 from ps_core._simulate.machine import MACHINES
 
+AT_ONCE = replace(MACHINES["t4"], launch_s=0.0, tensor_overhead_s=0.0)
+"""A machine that launches work in no time, or models as small as these would wait for little else."""
+
 
 @pytest.mark.parametrize(
     ("queue", "words"), [("cpu", "the optimizer step on the CPU (6 s"), ("collectives", "the other GPUs (6 s")]
@@ -25,6 +28,14 @@ def test_advice_names_what_the_gpu_waits_for(queue: str, words: str) -> None:
     prediction = replace(told.planned.prediction, busy_s=busy)
     said = advice(MODEL, replace(told, planned=replace(told.planned, prediction=prediction)))
     assert any(line.startswith("compute is idle 50% of the step") and words in line for line in said)
+
+
+def test_advice_names_the_thread_that_launches() -> None:
+    found = forecast(MODEL, training(device=GIB, machine=replace(MACHINES["t4"], launch_s=0.25)))
+    prediction = found.prediction
+    assert prediction.launching_s == pytest.approx(prediction.step_time_s, rel=0.01)
+    words = f"waiting most of all for the thread that launches work ({prediction.launching_s:.3g} s of work)"
+    assert any(words in line for line in advice(MODEL, found))
 
 
 def test_a_good_plan_needs_no_advice() -> None:
@@ -66,10 +77,10 @@ def levers(said: tuple[str, ...]) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("asked", "best"),
     [
-        (training(device=28 * MIB, host=64 * MIB, batch=12, chunked_loss=False), "--chunked-loss"),
+        (training(device=28 * MIB, host=64 * MIB, batch=12, chunked_loss=False, machine=AT_ONCE), "--chunked-loss"),
         (training(device=GIB), "--no-checkpointing"),
         (training(device=24 * MIB, batch=1), "--batch 2"),
-        (training(batch=8, precision=Precision.FP32), "--accumulate 4"),
+        (training(batch=8, precision=Precision.FP32, machine=AT_ONCE), "--accumulate 4"),
     ],
 )
 def test_advice_is_simulated_and_holds_when_followed(asked: Training, best: str) -> None:
@@ -91,13 +102,13 @@ def test_advice_repeats_no_note() -> None:
 
 def test_a_trace_is_as_it_was_recorded() -> None:
     trace = trace_of(MODEL, training(), offload=False)
-    found = forecast(trace, training(host=512 * MIB))
+    found = forecast(trace, training(host=512 * MIB, machine=AT_ONCE))
     assert [label for label, _ in advising._levers(trace, found)] == ["--accumulate 4"]
 
 
 def test_what_steps_within_backward_rule_out_is_not_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
     """They need one micro-batch a step, and one GPU."""
-    asked = training(batch=8, precision=Precision.FP32)
+    asked = training(batch=8, precision=Precision.FP32, machine=AT_ONCE)
     monkeypatch.setattr(Forecast, "passes_alone_s", 0.0)  # so that waiting for the optimizer is all that takes time
     assert "--accumulate 4" in dict(advising._levers(MODEL, forecast(MODEL, asked)))
     assert "--accumulate 4" not in dict(advising._levers(MODEL, forecast(MODEL, replace(asked, step_in_backward=True))))

@@ -89,6 +89,22 @@ def test_moments() -> None:
     assert seconds(Run(1, (0,), 0), Queue.COMPUTE, program(precision=Precision.FP32)) == 16 + 0.5
 
 
+def test_launching_a_moment_takes_a_time_for_each_operator_and_tensor() -> None:
+    """A tensor counts where a phase first reads it, and where it first gets a gradient, which is copied."""
+    base = program()
+    forward, backward = base.trace.moments
+    moments = (replace(forward, launches=3.0), replace(forward, launches=2.0), replace(backward, launches=7.0))
+    longer = replace(base, trace=replace(base.trace, moments=moments))
+    slow = replace(MACHINE, launch_s=0.5, tensor_overhead_s=4.0)
+    costs = Costs(longer, DEVICE_HOST, slow, 1, beside=True)
+    runs = [Run(place, (0,), 0) for place in range(3)]
+    assert [costs.launching_s(run) for run in runs] == [1.5 + 4.0, 1.0, 3.5 + 0.5 + 2 * 4.0]
+    assert [costs.launching_s(op) for op in (Norm(0, 0), Shift(0, 0), Release(0))] == [0.5, 0.5, 0]
+    instrs = (*(Instr(place, Queue.COMPUTE, runs[place]) for place in (0, 1)), Instr(2, Queue.CPU, Norm(0, 0)))
+    assert costs.price(instrs, {0: 512}).launching_s == 6.5
+    assert Costs(longer, DEVICE_HOST, slow, 1).price(instrs, {0: 512}).launching_s == 0, "nothing is launched"
+
+
 def test_reserving_is_free() -> None:
     assert seconds(Reserve(0, 0, 0, 128), Queue.H2D, program()) == 0
     assert seconds(Release(0), Queue.COMPUTE, program()) == 0

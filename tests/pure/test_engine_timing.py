@@ -15,12 +15,18 @@ from ps_core._simulate.timeline import Timeline
 from test_simulate import LEFT, resident_plan, segment, tiny
 
 WEIGHT, GRADIENT = Extent(Kind.P16, 0), Extent(Kind.GRAD, 0)
+SLOW = 3
+"""A moment that the host thread takes 3 s to launch; others take it no time."""
 Row = tuple[Queue, Op, tuple[int, ...]]
+
+
+def launching_s(op: Op) -> float:
+    return 3.0 * (isinstance(op, Run) and op.visit == SLOW)
 
 
 def timeline(*, worker: bool = True) -> Timeline:
     """Four home slots; a copy of 64 bytes a second takes half of the host's bandwidth."""
-    return Timeline(4, worker=worker, bandwidth=128.0)
+    return Timeline(4, worker=worker, bandwidth=128.0, launching_s=launching_s)
 
 
 def forward(*rows: Row) -> Segment:
@@ -47,6 +53,20 @@ def test_steps_run_beside_the_next_pass_and_a_copy_waits_for_its_own() -> None:
     assert ends == [4.0, 6.0, 9.0, 11.0, 15.0]  # the steps end at 3 and 8
     line.finish()
     assert line.now == 15.0
+
+
+def test_a_moment_is_over_no_earlier_than_it_was_launched_whole() -> None:
+    """The thread launches the second moment for 3 s, then the copy; it is ahead when it comes to the last moment."""
+    line = timeline()
+    rows = (
+        (Queue.COMPUTE, Run(0, (), 0), ()),
+        (Queue.COMPUTE, Run(SLOW, (), 0), ()),
+        (Queue.H2D, Copy(WEIGHT, 0, 0, 10, 0), (1,)),
+        (Queue.COMPUTE, Run(SLOW, (10,), 0), (2,)),
+    )
+    _, ends = line.run(forward(*rows), [2.0, 0.5, 0.25, 8.0])
+    assert ends == [2.0, 3.0, 3.25, 11.25]
+    assert line.now == 6.0
 
 
 def test_where_a_step_begins_everything_is_over() -> None:

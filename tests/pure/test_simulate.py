@@ -57,6 +57,8 @@ LEFT = Machine(
     internode_bandwidth=64.0,
     latency_s=2.0**-40,
     moment_overhead_s=2.0**-40,
+    launch_s=0.0,
+    tensor_overhead_s=0.0,
 )
 """Seconds come out whole but for latencies, which rounding to a microsecond removes."""
 
@@ -129,6 +131,7 @@ def test_a_resident_model_by_hand() -> None:
         "backward_s": 8,
         "update_s": 15,
         "stalled_s": 0,
+        "launching_s": 0,
         "elapsed_s": 81,
         "busy_s": {**dict.fromkeys(QUEUE_NAMES.values(), 0), "compute": 27},
         "moved_bytes": {"wire": 0},

@@ -103,7 +103,7 @@ def test_of_the_workers_own_work_it_comes_behind() -> None:
 
 
 def test_without_a_worker_nothing_begins_early() -> None:
-    line = Timeline(HOMES, worker=False, bandwidth=1.0)
+    line = Timeline(HOMES, worker=False, bandwidth=1.0, launching_s=lambda _: 0.0)
     line.run(forward(gradient(0)), [1.0], {0: [(STEP, 5.0)]})
     assert line.finish() == 1.0
 

@@ -56,6 +56,7 @@ class Amounts(NamedTuple):
     queries: float = 0.0
     queries_backward: float = 0.0
     tanhs: float = 0.0
+    launches: float = 0.0
 
     def plus(self, other: Amounts) -> Amounts:
         """Return the sum of both."""
@@ -95,6 +96,8 @@ class Moment:
     """The same in the backward of attention."""
     tanhs: float = 0.0
     """Hyperbolic tangents, also within other operators (a GELU's tanh form)."""
+    launches: float = 0.0
+    """Operators that launch work; views launch none."""
 
     @property
     def amounts(self) -> Amounts:

@@ -30,6 +30,7 @@ _WAITS = {
     "host->disk": "writes to disk",
     "collectives": "the other GPUs",
     "cpu": "the optimizer step on the CPU",
+    "launch": "the thread that launches work",
 }
 _SPARE = 1.25
 """Suggested device memory, as a multiple of the least that suffices."""
@@ -48,7 +49,7 @@ def advice(subject: Subject, found: Forecast) -> tuple[str, ...]:
     said = []
     idle = told.stalled_s / told.step_time_s if told.step_time_s else 0.0
     if idle > _IDLE:
-        busy = {name: told.busy_s[name] for name in _WAITS}
+        busy = {name: told.busy_s.get(name, told.launching_s) for name in _WAITS}
         name = max(busy, key=lambda key: busy[key])
         said.append(
             f"compute is idle {idle:.0%} of the step, waiting most of all for {_WAITS[name]} ({busy[name]:.3g} s of "

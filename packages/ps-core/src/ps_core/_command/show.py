@@ -56,6 +56,7 @@ def fits_document(case: Case, found: Forecast, advice: Sequence[str]) -> Documen
         "tokens_per_s": found.tokens_per_s if found.trace.tokens else None,
         "phases_s": {"forward": told.forward_s, "backward": told.backward_s, "update": told.update_s},
         "stalled_s": told.stalled_s,
+        "launching_s": told.launching_s,
         "busy_s": dict(told.busy_s),
         "evictions": told.evictions,
         "offload_checkpoints": found.offloads,
@@ -280,10 +281,10 @@ def _bar(part: float, ascii_only: bool, width: int = 24) -> str:
 
 
 def _overlapped(told: Prediction) -> list[str]:
-    """Return a line with the plan's own step time, if that differs."""
-    bound = _seconds(told.bound_step_time_s)
-    if bound == _seconds(told.step_time_s):
+    """Return a line with the plan's own step time, if that is shorter by 1 % or more."""
+    if told.bound_step_time_s > 0.99 * told.step_time_s:
         return []
+    bound = _seconds(told.bound_step_time_s)
     return [f"  {'bound of the plan':<20}{bound:>12}  if the step overlapped backward too, wherever addresses allow it"]
 
 

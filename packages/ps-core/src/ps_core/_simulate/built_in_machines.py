@@ -185,6 +185,8 @@ _BUILT_IN = (
         internode_bandwidth=1 * GIGA,
         latency_s=5e-6,
         moment_overhead_s=50e-6,
+        launch_s=0.0,
+        tensor_overhead_s=0.0,
     ),
 )
 

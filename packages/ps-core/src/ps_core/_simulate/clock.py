@@ -60,6 +60,8 @@ class Prediction:
     """Seconds of the rest of the step: optimizer, and moves that neither pass hides."""
     stalled_s: float
     """Seconds of the step in which the compute queue has nothing to do."""
+    launching_s: float
+    """Seconds of the host thread to launch the step's work on an accelerator, which are no part of ``busy_s``."""
     elapsed_s: float
     """Seconds of all steps simulated for the bound."""
     busy_s: Mapping[str, float]
@@ -223,14 +225,18 @@ def _predict(program: Program, plan: Plan, steps: list[_Stage], bound: float, el
     busy = [sum(each.busy_s[queue] for each in timed) for queue in Queue]
     step = sum(each.seconds for each in timed)
     forward, backward = _passes(program, steps)
+    launching_s = sum(each.work.launching_s for each in timed)
     copied = [sum(each.work.copied_bytes[queue] for each in timed) for queue in Queue]
     return Prediction(
         step_time_s=step,
-        bound_step_time_s=min(step, max(bound, *busy)),  # the bound waits for all of ``after``, streams for less
+        bound_step_time_s=min(
+            step, max(bound, *busy, launching_s)
+        ),  # the bound waits for all of ``after``, streams for less
         forward_s=forward,
         backward_s=backward,
         update_s=max(0.0, step - forward - backward),
         stalled_s=max(0.0, step - busy[Queue.COMPUTE]),
+        launching_s=launching_s,
         elapsed_s=elapsed,
         busy_s={QUEUE_NAMES[queue]: busy[queue] for queue in Queue},
         moved_bytes=_links(

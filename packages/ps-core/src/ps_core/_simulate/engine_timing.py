@@ -1,10 +1,11 @@
 """Compute how long a training step takes as the engine carries it out.
 
 [Note: as the engine issues]
-The host thread launches the plan's instructions before each moment of a pass. It is far ahead of the accelerator. An
-instruction runs on its queue once the queue is free and all its predecessors are over. The processor's queue is a
-worker's thread. No stream can wait for a thread, so the host thread does. It skips a copy whose slot the worker still
-works on, until a moment needs the copy.
+The host thread launches the plan's instructions before each moment of a pass. Launching a moment takes it a time for
+each operator. So a moment is over no earlier than all of it was launched. An instruction runs on its queue once it was
+launched, the queue is free, and all its predecessors are over. The processor's queue is a worker's thread. No stream
+can wait for a thread, so the host thread does. It skips a copy whose slot the worker still works on, until a moment
+needs the copy.
 
 Where a pass begins all streams wait for each other. None waits for the worker: steps go on beside the next forward
 pass. Where a step begins the host thread waits for everything, since it must know the norm. So a training step takes as
@@ -193,7 +194,8 @@ class Issuing:
         return _Split(steps, last, copying)
 
     def _timeline(self, home: tuple[Held, ...]) -> Timeline:
-        return Timeline(len(home), worker=self._worker, bandwidth=self._host_bandwidth, spare=self._spare)
+        rates = {"bandwidth": self._host_bandwidth, "spare": self._spare}
+        return Timeline(len(home), worker=self._worker, launching_s=self._costs.launching_s, **rates)
 
 
 def _end_on_host(home: tuple[Held, ...], step: Sequence[Priced]) -> int:

@@ -45,6 +45,7 @@ from ps_core._plan import (
     Gather,
     Instr,
     Norm,
+    Op,
     Queue,
     ReduceScatter,
     Release,
@@ -58,13 +59,17 @@ from ps_core._program import Program
 from ps_core._simulate.cluster import LINK_HOP_S, NODE_HOP_S, ring_s
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.transport import transport
-from ps_core._trace import Phase
+from ps_core._trace import Phase, Trace
 
 COUNTED = (Step, Norm, Accumulate, Cast)
 """Instructions that take a processor a minimum time: each calls a kernel for every tensor or group."""
 
 MOVES = (Copy, Reserve, Release, Shift)
 """Instructions that take a minimum time however few the bytes."""
+
+
+_LAUNCHED = (*COUNTED, Shift)
+"""Instructions that launch an operator."""
 
 
 class Work(NamedTuple):
@@ -81,6 +86,8 @@ class Work(NamedTuple):
     """Copies to a slower tier."""
     thread_s: list[float]
     """Seconds of each instruction on the one thread of an emulated accelerator."""
+    launching_s: float
+    """Seconds of the host thread to launch the segment's work on an accelerator."""
 
 
 class Costs:
@@ -95,7 +102,9 @@ class Costs:
         *,
         beside: bool = False,
     ) -> None:
-        """Begin; ``beside``: the caller slows the processor's work while copies use host memory."""
+        """Begin; ``beside``: the caller slows the processor's work while copies use host memory, and has a host thread
+        that launches.
+        """
         self._beside = beside
         host = machine.host_bandwidth / ranks_per_node
         self._memory = memory = machine.host_memory_bandwidth / ranks_per_node
@@ -116,6 +125,11 @@ class Costs:
                 for index in (*moment.makes, *moment.takes)
             )
             for moment in program.trace.moments
+        ]
+        self._launch_s = beside * machine.launch_s
+        self._launching_s = [
+            (moment.launches + len(moment.grads)) * self._launch_s + beside * first * machine.tensor_overhead_s
+            for moment, first in zip(program.trace.moments, _first_uses(program.trace), strict=True)
         ]
         self._rates = {
             Queue.COMPUTE: fast,
@@ -161,16 +175,10 @@ class Costs:
         activations.
         """
         trace, owner = program.trace, program.layout.group_of
-        seen: set[tuple[Phase, int, bool]] = set()
-        for moment in trace.moments:
-            events = {(moment.phase, index, False) for index in moment.reads}
-            events |= {(moment.phase, index, True) for index in moment.grads}
-            size = sum(
-                trace.tensors[index].numel * elements[owner[index]] * (2 if gradient else 1)
-                for _, index, gradient in events
-            )
-            yield len(events - seen) * self._tensor + size / self._played
-            seen |= events
+        for moment, first in zip(trace.moments, _first_uses(trace), strict=True):
+            sizes = [trace.tensors[index].numel * elements[owner[index]] for index in moment.reads]
+            sizes += [2 * trace.tensors[index].numel * elements[owner[index]] for index in moment.grads]
+            yield first * self._tensor + sum(sizes) / self._played
 
     def price(self, instrs: tuple[Instr, ...], slot_bytes: dict[int, int]) -> Work:
         """Return the seconds of every instruction, and what they move. ``slot_bytes`` is needed for shifts."""
@@ -206,13 +214,22 @@ class Costs:
                 cpu_bytes += count * (queue is Queue.CPU)
                 note(count / rates[queue] + latency)
         if self._played:
-            return Work(
-                seconds, copied, wire, int(network), evictions, self._of_the_thread(instrs, seconds, slot_bytes)
-            )
+            thread_s = self._of_the_thread(instrs, seconds, slot_bytes)
+            return Work(seconds, copied, wire, int(network), evictions, thread_s, 0.0)
         self._slow_copies(instrs, seconds, copied)
         if not self._beside:
             self._slow_cpu(instrs, seconds, cpu_bytes, sum(copied))
-        return Work(seconds, copied, wire, int(network), evictions, [])
+        launching_s = sum(self.launching_s(instr.op) for instr in instrs if instr.queue is Queue.COMPUTE)
+        return Work(seconds, copied, wire, int(network), evictions, [], launching_s)
+
+    def launching_s(self, op: Op) -> float:
+        """Return the seconds of the host thread to launch the compute queue's work on an accelerator.
+
+        A moment has its operators, a copy of each gradient that arrives, and the engine's own work for tensors.
+        """
+        if isinstance(op, Run):
+            return self._launching_s[op.visit]
+        return self._launch_s * isinstance(op, _LAUNCHED)
 
     def copying_s(self, size: int) -> float:
         """Return the seconds that the processor takes to copy so many bytes within host memory."""
@@ -267,3 +284,13 @@ class Costs:
         for place, instr in enumerate(instrs):
             if instr.queue is Queue.CPU and seconds[place]:
                 seconds[place] += (seconds[place] - self._latency) * more
+
+
+def _first_uses(trace: Trace) -> Iterator[int]:
+    """Yield for each moment how many tensors it is the first of its phase to read, or to give a gradient."""
+    seen: set[tuple[Phase, int, bool]] = set()
+    for moment in trace.moments:
+        uses = {(moment.phase, index, False) for index in moment.reads}
+        uses |= {(moment.phase, index, True) for index in moment.grads}
+        yield len(uses - seen)
+        seen |= uses

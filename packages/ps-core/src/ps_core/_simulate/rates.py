@@ -47,10 +47,12 @@ class Machine:
     """
     host_dram_bandwidth: float = 0.0
     """Bytes a second of one node's memory when cores and links both use it. 0: not known."""
+    launch_s: float = 50e-6
+    """Seconds of the host thread to launch an operator on an accelerator, with the model's Python code around it."""
+    tensor_overhead_s: float = 20e-6
+    """Seconds of the host thread for each tensor that a pass reads, or that gets its gradient, beside its work."""
     instruction_overhead_s: float = 0.0
-    """Seconds of that thread for each step, norm, sum and cast of a group, beside its work."""
-    tensor_overhead_s: float = 0.0
-    """Seconds of that thread for each tensor that a pass reads, or that gets its gradient, beside its work."""
+    """Seconds of an emulated accelerator's thread for each step, norm, sum and cast of a group, beside its work."""
     move_overhead_s: float = 0.0
     """Seconds of that thread for each copy, reservation, release and shift, beside the bytes."""
     element_s: float = 0.0

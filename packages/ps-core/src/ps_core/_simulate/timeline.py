@@ -5,12 +5,12 @@ See [Note: as the engine issues].
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ps_core._errors import PlanMismatch
 from ps_core._extents import SegmentName
-from ps_core._plan import Copy, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
+from ps_core._plan import Copy, Instr, Op, Queue, Release, Reserve, Run, Segment, Step, slots_of
 from ps_core._simulate.host_worker_times import HostWorker
 
 _STREAMS = tuple([queue for queue in Queue if queue is not Queue.CPU])
@@ -37,12 +37,22 @@ class Ran(NamedTuple):
 class Timeline:
     """The threads and queues of one process."""
 
-    def __init__(self, homes: int, *, worker: bool, bandwidth: float, spare: float = 0.0) -> None:
+    def __init__(
+        self,
+        homes: int,
+        *,
+        worker: bool,
+        bandwidth: float,
+        launching_s: Callable[[Op], float],
+        spare: float = 0.0,
+    ) -> None:
         """Begin; ``homes``: number of slots that every segment finds. ``worker``: a thread does the processor's queue.
 
-        ``bandwidth``: the worker's of host memory. ``spare``: see `HostWorker`.
+        ``bandwidth``: the worker's of host memory. ``launching_s``: what the host thread takes to launch an instruction
+        of the compute queue. ``spare``: see `HostWorker`.
         """
         self._homes, self._bandwidth = homes, bandwidth
+        self.launching_s = launching_s
         self.worker = HostWorker(spare) if worker else None
         self.now = 0.0
         """The time that the host thread has reached."""
@@ -192,14 +202,17 @@ class _Walk:
         after = max([end for earlier in instr.after if (end := self._ends[earlier]) is not None], default=0.0)
         begin = max(line.free[instr.queue], after, line.now)
         end = begin + took
-        line.free[instr.queue] = end
         if instr.queue is Queue.CPU:  # the host thread does it itself
             line.now = end
         elif isinstance(instr.op, Copy):
             line.note_copy(instr.queue, begin, end, instr.op.bytes)
-        elif worker is not None and isinstance(instr.op, Release):
-            self._release(instr.op)
-        self._ends[place] = end
+        elif isinstance(instr.op, Release):
+            if worker is not None:
+                self._release(instr.op)
+        elif instr.queue is Queue.COMPUTE:
+            line.now += line.launching_s(instr.op)
+            end = max(end, line.now)
+        line.free[instr.queue] = self._ends[place] = end
         if line.log is not None:
             line.log.append(Ran(instr, begin, end))
         self._begin_early(place, end)

@@ -9,6 +9,11 @@ from ps_core._workloads.shapes import Part, TransformerShape, placed_tensors
 from ps_core._workloads.transformer_costs import Costs
 from ps_core._workloads.workload import Workload
 
+_EMBEDDING = 5
+"""Operators of an embedding, forward or backward: look-ups and their sum."""
+_BACK = 2
+"""Operators in backward for each one in forward; 1.6 to 2.2 were counted."""
+
 
 def analytic_trace(shape: TransformerShape, workload: Workload) -> Trace:
     """Return what one micro-batch touches: embedding, attention and MLP of each block, head."""
@@ -89,6 +94,7 @@ class _Builder:
             reads=self.embedding_tensors,
             makes=self.saved(0),
             nonmodel_bytes=self.kept(0) + 2 * self.costs.state + self.positions_bytes,
+            launches=_EMBEDDING,
         )
 
     def block(self, layer: int) -> tuple[Moment, Moment]:
@@ -107,6 +113,7 @@ class _Builder:
                 reads=self.parts[Part.ATTENTION, layer],
                 nonmodel_bytes=before + attention,
                 flops=costs.attention_flops,
+                launches=costs.attention_launches,
             ),
             Moment(
                 name=f"layer {layer} mlp",
@@ -115,6 +122,7 @@ class _Builder:
                 makes=self.saved(layer + 1),
                 nonmodel_bytes=before + mlp,
                 flops=costs.mlp_flops,
+                launches=costs.mlp_launches,
             ),
         )
 
@@ -134,6 +142,7 @@ class _Builder:
             reads=reads,
             nonmodel_bytes=self.kept(self.layers) + self.costs.head_forward,
             flops=self.costs.head_flops / self.work.head_tiles,
+            launches=self.costs.loss_launches,
         )
 
     def head_backward(self, tile: int) -> Moment:
@@ -146,6 +155,7 @@ class _Builder:
             takes=() if tile else self.saved(self.layers - 1),
             nonmodel_bytes=self.kept(self.layers) + self.costs.head_backward,
             flops=self.loss_runs * self.costs.head_flops / self.work.head_tiles,
+            launches=self.loss_runs * self.costs.loss_launches,
         )
 
     def block_backward(self, layer: int) -> tuple[Moment, ...]:
@@ -160,6 +170,7 @@ class _Builder:
             reads=(*attention, *mlp),
             nonmodel_bytes=base + max(costs.attention_kept + max(costs.state, costs.scores), both + costs.state),
             flops=costs.attention_flops + costs.mlp_flops,
+            launches=costs.attention_launches + costs.mlp_launches,
         )
         return (
             *((recompute,) if work.checkpointing else ()),
@@ -171,6 +182,7 @@ class _Builder:
                 grads=mlp,
                 nonmodel_bytes=base + both + costs.mlp_backward + self.largest(mlp),
                 flops=2 * costs.mlp_flops,
+                launches=_BACK * costs.mlp_launches,
             ),
             Moment(
                 name=f"layer {layer} attention backward",
@@ -180,6 +192,7 @@ class _Builder:
                 takes=self.saved(layer - 1),
                 nonmodel_bytes=base + costs.attention_kept + costs.attention_backward + self.largest(attention),
                 flops=2 * costs.attention_flops,
+                launches=_BACK * costs.attention_launches,
             ),
         )
 
@@ -190,4 +203,5 @@ class _Builder:
             reads=self.embedding_norm,
             grads=self.embedding_tensors,
             nonmodel_bytes=self.kept(0) + self.costs.state + self.largest(self.embedding_tensors),
+            launches=_EMBEDDING,
         )

@@ -225,3 +225,26 @@ class Costs:
         if shape.next_sentence:
             flops += 2.0 * self.work.batch * shape.hidden * (shape.hidden + 2)
         return flops
+
+    @property
+    def norm_launches(self) -> int:
+        """Return the operators of a norm: one, or the pieces of one in fp32."""
+        return 1 if self.work.fused or self.shape.norm is Norm.LAYER else 8
+
+    @cached_property
+    def attention_launches(self) -> int:
+        """Return the operators of attention: norms, projections, rotation, attention, and the sum with the residual."""
+        shape = self.shape
+        projections = 2 if shape.family is Family.GPT2 else 4
+        rotation = 0 if shape.learned_positions else 10
+        return (3 if shape.qk_norm else 1) * self.norm_launches + projections + rotation + 2
+
+    @cached_property
+    def mlp_launches(self) -> int:
+        """Return the operators of the MLP: norm, products, activation, and the sum with the residual."""
+        return self.norm_launches + (5 if self.shape.gated_mlp else 3) + (9 if self.composed_activation else 1)
+
+    @property
+    def loss_launches(self) -> int:
+        """Return the operators of head and loss, forward; in chunks, for each."""
+        return 8 * -(-self.work.tokens // self.loss_rows)

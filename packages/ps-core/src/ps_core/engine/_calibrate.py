@@ -18,7 +18,7 @@ import torch
 
 from ps_core._simulate.machine import Machine, default_machine
 from ps_core.engine._calibration.bandwidths import CopyRate, HostTraffic, Links, NormRate, StepRate, disk_rates
-from ps_core.engine._calibration.engine_overhead import Bookkeeping
+from ps_core.engine._calibration.engine_overhead import Bookkeeping, Launching
 from ps_core.engine._calibration.operators import Operators
 from ps_core.engine._calibration.probes import BUSY, Row, collect, steadiness
 from ps_core.engine._calibration.transformer_blocks import OnADevice, OnTheCpu
@@ -71,16 +71,25 @@ def calibrate(device: torch.device, between: Callable[[], object] | None = None)
 def _of_a_device(device: torch.device, rows: list[Row], measure: Callable[[], None]) -> Machine:
     """Measure a device. Its built-in machine gives what cannot be measured."""
     step, bf16, fp32 = StepRate(device), OnADevice(device, torch.bfloat16), OnADevice(device, torch.float32)
-    rows += [[step.probe], [bf16.probe], [fp32.probe]]
+    launching = Launching(str(device))
+    rows += [[step.probe], [bf16.probe], [fp32.probe], launching.probes]
     measure()
     found = torch.cuda.get_device_properties(device)
     whole = found.total_memory
+    flops, element_s = bf16.fit(step.rate())
+    flops_fp32, element_fp32_s = fp32.fit(step.rate())
+    launch_s, tensor_overhead_s = launching.fit()
     return replace(
         default_machine(whole, found.name),
         memory_bytes=whole,
-        matmul_flops=bf16.fit(),
-        matmul_flops_fp32=fp32.fit(),
+        matmul_flops=flops,
+        matmul_flops_fp32=flops_fp32,
         device_bandwidth=step.rate(),
+        element_s=element_s,
+        element_fp32_s=element_fp32_s,
+        moment_overhead_s=0.0,  # what a moment takes besides is launching
+        launch_s=launch_s,
+        tensor_overhead_s=tensor_overhead_s,
     )
 
 

@@ -9,12 +9,13 @@ import torch
 from ps_core._options import AdamW, Budget, Options
 from ps_core._simulate.instruction_times import COUNTED, MOVES
 from ps_core.engine._calibration.probes import Probe
-from ps_core.engine._calibration.transformer_blocks import Blocks
+from ps_core.engine._calibration.transformer_blocks import Blocks, counted
 from ps_core.engine._chunked import chunked
 from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._execution.plan_scheduler import PlanScheduler
 from ps_core.engine._materialized import release
 
+EMULATED = "emulated"
 _HIDDEN, _BLOCKS = 32, 8
 _AMPLE, _TIGHT = 2**23, 2**17
 """Budgets in which nothing moves, and in which everything moves."""
@@ -48,21 +49,22 @@ class OwnWork(NamedTuple):
 class Tiny:
     """A small managed model whose passes and steps are timed."""
 
-    def __init__(self, group_bytes: int, budget_bytes: int) -> None:
+    def __init__(self, group_bytes: int, budget_bytes: int, device: str = EMULATED) -> None:
         with torch.random.fork_rng(devices=[]):
             managed, optimizer = chunked(
                 Blocks(_BLOCKS, _HIDDEN),
                 AdamW(lr=0.0),
-                device="emulated",
+                device=device,
                 budget=Budget(device=budget_bytes, host=2**26),
-                options=Options(group_bytes=group_bytes),
+                options=Options(group_bytes=group_bytes, cap_allocator=False),
             )
         assert optimizer is not None, "one was asked for"
-        x = torch.zeros(1, 16, _HIDDEN, dtype=torch.float32, device="cpu")
+        where = _where(device)
+        x = torch.zeros(1, 16, _HIDDEN, dtype=torch.float32, device=where)
         name = f"bookkeeping of groups of {group_bytes} bytes in {budget_bytes >> 10} KiB"
         self.probes = [
-            Probe(f"{name}, passes", lambda: managed(x).backward()),
-            Probe(f"{name}, step", optimizer.step),
+            Probe(f"{name}, passes", lambda: managed(x).backward(), where),
+            Probe(f"{name}, step", optimizer.step, where),
         ]
         self._managed = managed
 
@@ -99,6 +101,34 @@ class Bookkeeping:
         """Return the host thread's seconds for each piece of the engine's own work."""
         few, many, moving = (model.told() for model in self._models)
         return divide(few, many, moving)
+
+
+class Launching:
+    """Time a model that hardly computes on an accelerator, plain and managed: only launching takes time then."""
+
+    def __init__(self, device: str) -> None:
+        where = _where(device)
+        with torch.random.fork_rng(devices=[]):
+            model = Blocks(_BLOCKS, _HIDDEN).to(where)
+        x = torch.zeros(1, 16, _HIDDEN, dtype=torch.float32, device=where)
+
+        def run() -> None:
+            model(x).backward()
+            model.zero_grad()
+
+        self._launches = counted(model, x)[0].launches
+        self._managed = Tiny(_FEW, _AMPLE, device)
+        self.probes = [Probe("launches of a plain model", run, where), *self._managed.probes]
+
+    def fit(self) -> tuple[float, float]:
+        """Return the seconds of the host thread for an operator, and for the engine's work for a tensor."""
+        told, plain_s = self._managed.told(), self.probes[0].seconds
+        launch_s, gradients = plain_s / self._launches, told.tensors / 3
+        return launch_s, max(0.0, (told.passes_s - plain_s - gradients * launch_s) / told.tensors)
+
+
+def _where(device: str) -> torch.device:
+    return torch.device("cpu" if device == EMULATED else device)
 
 
 def divide(few: Told, many: Told, moving: Told) -> OwnWork:

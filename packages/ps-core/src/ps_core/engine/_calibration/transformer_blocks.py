@@ -89,7 +89,7 @@ class OnTheCpu:
         for hidden in _WIDTHS:
             model = Blocks(self.blocks, hidden).to(dtype)
             x = torch.rand(max(1, _TOKENS // _LENGTH), min(_LENGTH, _TOKENS), hidden, dtype=dtype, device="cpu")
-            self._counts.append(_counted(model, x))
+            self._counts.append(counted(model, x))
             self.probes.append(_probe(f"{dtype} blocks, {hidden} wide", model, x))
 
     def fit(self, copy_rate: float, slow: Slow) -> tuple[float, float]:
@@ -128,14 +128,16 @@ class OnADevice:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         model, tokens = Blocks(_DEVICE_BLOCKS, _DEVICE_WIDTH).to(device, dtype), _DEVICE_TOKENS[dtype]
-        self._work = 8.0 * tokens * sum(each.numel() for each in model.blocks.parameters())
-        self._work += 6.0 * tokens * sum(each.numel() for each in model.first.parameters())
         x = torch.rand(tokens // _DEVICE_LENGTH, _DEVICE_LENGTH, _DEVICE_WIDTH, device=device, dtype=dtype)
+        self._amounts, _ = counted(model, x)
+        self._element_bytes = x.element_size()
         self.probe = _probe(f"{dtype} blocks of {tokens} tokens", model, x)
 
-    def fit(self) -> float:
-        """Return the operations a second, counting 8 a parameter and token."""
-        return self._work / self.probe.seconds
+    def fit(self, memory_rate: float) -> tuple[float, float]:
+        """Return the operations a second, and the seconds for an element, which takes its bytes over this rate."""
+        element_s = self._element_bytes / memory_rate
+        others_s = min(self._amounts.elements * element_s, self.probe.seconds / 2)
+        return self._amounts.flops / (self.probe.seconds - others_s), element_s
 
 
 def _probe(name: str, model: nn.Module, x: torch.Tensor) -> Probe:
@@ -146,7 +148,7 @@ def _probe(name: str, model: nn.Module, x: torch.Tensor) -> Probe:
     return Probe(name.removeprefix("torch."), run, x.device)
 
 
-def _counted(model: nn.Module, x: torch.Tensor) -> tuple[Amounts, float]:
+def counted(model: nn.Module, x: torch.Tensor) -> tuple[Amounts, float]:
     """Return a pass's amounts of work, and the bytes moved for parameters, as plans count both.
 
     A pass reads each weight in forward and in backward, and makes and copies its gradient.

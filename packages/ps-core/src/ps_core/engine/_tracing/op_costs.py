@@ -34,7 +34,7 @@ def amounts_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
     formula = flop_registry.get(packet)
     if formula is not None:
         with suppress(AssertionError):  # a formula that refuses these shapes: a forecast is no reason to refuse a model
-            return Amounts(float(formula(*args, **kwargs, out_val=result)))
+            return Amounts(float(formula(*args, **kwargs, out_val=result)), launches=1.0)
     made = _tensors(result)
     if getattr(func, "is_view", False) or str(packet) in _NO_WORK or not made:
         return Amounts()
@@ -42,6 +42,7 @@ def amounts_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
     return Amounts(
         elements=float(sum(tensor.numel() for tensor in (*_tensors((args, kwargs)), *made))),
         tanhs=float(made[0].numel()) if tanh else 0.0,
+        launches=1.0,
     )
 
 
@@ -54,7 +55,8 @@ def _attention(*tensors: Any, backward: bool) -> Amounts:
     of_keys, of_values = (3, 2) if backward else (1, 1)
     rows = float(math.prod(query[:-1]))
     flops = 2.0 * rows * key[-2] * (of_keys * query[-1] + of_values * value[-1])
-    return Amounts(flops, 0.0, flops, *((0.0, rows) if backward else (rows, 0.0)))
+    queries, queries_backward = (0.0, rows) if backward else (rows, 0.0)
+    return Amounts(flops, 0.0, flops, queries, queries_backward, launches=1.0)
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
