@@ -268,6 +268,37 @@ def test_what_is_counted_and_given_back(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("unused", ["1", "1.bias"], ids=["a group", "a part of a group"])
+@pytest.mark.parametrize("where", ROOM)
+def test_weights_that_an_accumulated_step_leaves(where: str, unused: str, tmp_path: Path) -> None:
+    """The plan's step writes 16-bit weights into memory that holds none: those without a gradient get there as well."""
+
+    def run(budget: Budget | None) -> tuple[dict[str, Tensor], list[float]]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        options = Options(group_bytes=2**13, poison=True)
+        device = where if budget else "cpu"
+        model, optimizer = chunked(layers, SPEC, device=device, budget=budget, accumulation_steps=2, options=options)
+        losses = []
+        for step in range(5):
+            if step == 2:
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(not name.startswith(unused))
+            for _ in range(2):
+                loss = model(torch.ones(4, 64)).float().square().mean()
+                loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        if budget is not None:
+            assert statistics(model).planned_passes
+            assert_within(statistics(model))
+        return model.state_dict(), losses
+
+    (got, losses), (expected, theirs) = run(below(130_000, tmp_path, None if where == "cpu" else 100_000)), run(None)
+    assert losses == theirs
+    assert [name for name in expected if not got[name].equal(expected[name])] == []
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_norms_read_nothing_back(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are measured as they come, however small, for what leaves for the disk is read in pieces."""

@@ -98,9 +98,10 @@ def step_group(
 ) -> None:
     """Step every tensor of a group that has a gradient; rebuild the weights of the others.
 
-    ``slots`` are all on one tier and hold the newest bytes of their kinds. Afterwards they alone do, and the chunks
-    know that. Work on memory is launched as one piece, before anything is noted of it. ``finite``: that work raises
-    before it changes anything if a gradient is not finite.
+    ``slots`` are all on one tier and hold the newest bytes of their kinds; 16-bit weights may be missing where
+    gradients are in sums. Afterwards these slots alone hold the newest bytes, and the chunks know that. Work on memory
+    is launched as one piece, before anything is noted of it. ``finite``: that work raises before it changes anything
+    if a gradient is not finite.
     """
     note_done(group, slots, launch_step(group, slots, settings_of, factor, launch, finite=finite))
 
@@ -168,8 +169,10 @@ def _prepare(
                 calls.append(partial(master[other.piece].copy_, master[record.piece]))
                 overtaken.add(other)
     rebuilt: list[ParamState] = []
+    empty = weight is not None and slots[Kind.P16].version != group.chunks[Kind.P16].version
     for record in group.tensors if weight is not None else ():
-        if (record not in stepped and record.contents is not SlotContents.WEIGHT) or record in overtaken:
+        lost = record not in stepped and (empty or record.contents is not SlotContents.WEIGHT)
+        if lost or record in overtaken:
             assert weight is not None, "fp32 weights are their own masters"
             calls.append(partial(weight[record.piece].copy_, master[record.piece]))
             rebuilt.append(record)
