@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from _programs import programs
 from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._layout import lay_out
-from ps_core._plan import Reserve, Tier
+from ps_core._plan import TIER_STACKS, Reserve, Tier
 from ps_core._planner.eviction_policy import Policy
 from ps_core._planner.make_plan import make_plan
 from ps_core._planner.placement import filled
@@ -56,6 +59,24 @@ def test_where_everything_fits_nothing_moves(name, device, step_in_backward):
     assert set(planned.placement.weights) | set(planned.placement.states) == {0}
     assert set(planned.prediction.moved_bytes.values()) == {0}
     assert not planned.early
+
+
+@pytest.mark.parametrize("stack", TIER_STACKS, ids="-".join)
+@settings(max_examples=30)
+@given(program=programs(), policy=st.sampled_from(Policy))
+def test_where_everything_fits_nothing_moves_whatever_is_trained(stack, program, policy):
+    setup = Setup(
+        ranks=program.ranks,
+        copies=program.copies,
+        precision=program.precision,
+        accumulate=program.accumulate,
+        training=program.training,
+        policy=policy,
+    )
+    tiers = tuple(Tier(name, 10**6) for name in stack)
+    moved = dict(find_plan(program.trace, tiers, A100, setup=setup).prediction.moved_bytes)
+    moved.pop("wire")
+    assert set(moved.values()) <= {0}
 
 
 def test_the_fastest_group_size_is_taken_where_everything_fits():

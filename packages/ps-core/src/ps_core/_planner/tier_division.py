@@ -146,9 +146,9 @@ def _divide(program: Program, placement: Placement, arena: int, classes: tuple[i
     allow gathering ahead.
 
     Shards are small, and expensive because they cross the link. Gathered groups are large and cheap. So all shards from
-    below stay if there is room for them. The remaining bytes keep groups gathered from forward to backward. More than
-    all groups and a few gradients is never needed, since nothing reads a gradient after its sum. Where ranks compute
-    from common weights, gathered groups need no bytes.
+    below stay if there is room for them. The remaining bytes keep groups gathered from forward to backward, and then
+    activations. More than all groups, all activations and a few gradients is never needed, since nothing reads a
+    gradient after its sum. Where ranks compute from common weights, gathered groups need no bytes.
     """
     if not program.sharded:
         return arena, 0, False
@@ -157,13 +157,15 @@ def _divide(program: Program, placement: Placement, arena: int, classes: tuple[i
     shards = [align_up(program.bytes_of(Extent(program.weight_of(group), group)), classes[0]) for group in groups]
     below = [size for group, size in enumerate(shards) if placement.home_tier(program.weight_of(group), group)]
     summed = [size for group, size in enumerate(shards) if not program.overwritten(group)]
-    passing = max(below, default=max(summed, default=0))
+    passing = max((*below, *summed), default=0)
+    made = range(len(program.trace.activations) if program.training else 0)
+    stored = sum(program.bytes_of(Extent(Kind.ACT, index)) for index in made)  # all of them where forward ends
     weights = sum(_gathered_bytes(program, Extent(Kind.FULL, group), classes[1]) for group in groups)
     gradients = [_gathered_bytes(program, Extent(Kind.GRAD, group), classes[1]) for group in program.stepped]
     gathered = weights + deep + _LATE_SUMS * max(gradients, default=0)
     enough = sum(below) + 2 * passing + gathered
     if enough <= arena:
-        return enough, gathered, True
+        return min(arena, enough + stored), gathered, True
     passing *= 3
     if sum(below) + passing + deep <= arena:
         return arena, arena - sum(below) - passing, True
