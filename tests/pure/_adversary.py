@@ -76,6 +76,8 @@ class Machine:
     collectives: int = 0
     decisions: int = 0
     parts: set[int] = field(default_factory=set)
+    once: set[tuple[type, int]] = field(default_factory=set)
+    """Sums and norms that were made."""
     nonmodel: int = 0
     moving: dict[int, Token] = field(default_factory=dict)
     used: dict[Extent, tuple[int, int]] = field(default_factory=dict)
@@ -248,6 +250,10 @@ class Machine:
 
     def _reduce(self, queue: Queue, op: Op) -> None:
         program, last = self.program, self.segment is SegmentName.MICRO_LAST
+        if isinstance(op, ReduceScatter | Accumulate | Norm):
+            if (type(op), op.group) in self.once:
+                raise Broken(f"a second {type(op).__name__} of group {op.group}")
+            self.once.add((type(op), op.group))
         match op:
             case Gather(group, shard, full, seq):
                 self._collective(queue, seq)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -364,6 +365,22 @@ TRAINING = [
 def test_broken_in_training(options, segment, kind, fields, message):
     made = program(**options)
     assert message in str(fault_of(made, changed(made, segment, kind, **fields)))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"), [({}, Norm), (FP32, Norm), (FP32, Accumulate), ({"ranks": 2}, ReduceScatter)]
+)
+def test_a_gradient_is_summed_and_measured_once(options, kind):
+    """A second time changes no bit, but it is no part of a training step, and the reference refuses it."""
+    made = program(**options)
+    plan = serial_plan(made, random.Random(3), ("device",), waits=Waits.CHAIN, restless=0)
+    rows, seqs = [], count()
+    for instr in plan.segment(LAST).instrs:
+        rows += [instr, replace(instr, id=1000 + instr.id)] if isinstance(instr.op, kind) else [instr]
+    rows = [replace(row, op=replace(row.op, seq=next(seqs))) if hasattr(row.op, "seq") else row for row in rows]
+    segments = tuple(Segment(LAST, tuple(rows)) if row.name is LAST else row for row in plan.segments)
+    found = str(fault_of(made, replace(plan, segments=segments)))
+    assert f"expected one {kind.__name__} of group " in found
 
 
 def test_a_slot_too_small_for_what_is_written():

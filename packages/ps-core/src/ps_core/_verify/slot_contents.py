@@ -87,7 +87,10 @@ class Contents:
         self._nonmodel_bytes = 0
         self._seq = 0
         self._decisions = 0
-        self._norms: dict[int, list[Stamp]] = {group: [] for group in program.stepped}
+        self._norms: dict[int, Stamp | None] = dict.fromkeys(program.stepped)
+        """The norm of each group that gets a gradient; None: not taken yet."""
+        self._done: set[tuple[type, int]] = set()
+        """Instructions that a group may have once."""
         self._handlers = self._choose_handlers()
         self._me = BEGINNING
         self._clock = START
@@ -183,6 +186,13 @@ class Contents:
             raise Fault("a group that gets a gradient", f"group {group}")
         return len(self._program.gradient_visits[group])
 
+    def _check_once(self, op: ReduceScatter | Accumulate | Norm) -> None:
+        """Raise `Fault` if a group has such an instruction already."""
+        key = type(op), op.group
+        if key in self._done:
+            raise Fault(f"one {type(op).__name__} of group {op.group}", "another one")
+        self._done.add(key)
+
     def _collective(self, seq: int) -> None:
         self._check_queue(Queue.COLL)
         if seq != self._seq:
@@ -266,6 +276,7 @@ class Contents:
 
     def _reduce_scatter(self, op: ReduceScatter) -> None:
         self._collective(op.seq)
+        self._check_once(op)
         version, overwritten = self._learning(op.group), self._program.overwritten(op.group)
         source, wire, shard = self._slots_on(0, op.source, op.wire, op.shard)
         self._read(source, Extent(self._program.gradient_of(op.group), op.group), version)
@@ -279,6 +290,7 @@ class Contents:
         version, first = self._learning(op.group), self._program.accumulates_first(self._segment)
         if op.first is not first:
             raise Fault(f"first {first}", f"{op.first}")
+        self._check_once(op)
         gradient, accumulator = self._worker_slots(op.gradient, op.accumulator)
         total = Extent(Kind.ACC, op.group)
         self._read(gradient, Extent(self._program.local_gradient, op.group), version)
@@ -287,21 +299,22 @@ class Contents:
         self._write(accumulator, total, 1 if first else 2)
 
     def _norm(self, op: Norm) -> None:
+        self._check_once(op)
         version = self._learning(op.group)
         (slot,) = self._worker_slots(op.slot)
         if self._program.overwritten(op.group):
             self._read(slot, Extent(Kind.P16, op.group), version)
         else:
             self._read(slot, Extent(Kind.ACC, op.group), 1 if self._program.accumulates_first(self._segment) else 2)
-        self._norms[op.group].append(self._me)
+        self._norms[op.group] = self._me
 
     def _decide(self, op: Decide) -> None:
         self._collective(op.seq)
         self._decisions += 1
-        for group, parts in self._norms.items():
-            if not any(part.before(self._clock) for part in parts):
-                found = "none that is waited for" if parts else "none before it"
-                raise Fault(f"the norm of group {group} before the decision", found, others=ids(parts))
+        for group, part in self._norms.items():
+            if part is None or not part.before(self._clock):
+                found = "none before it" if part is None else "none that is waited for"
+                raise Fault(f"the norm of group {group} before the decision", found, others=ids([part] if part else []))
 
     # Updates.
 
