@@ -85,11 +85,11 @@ def _run(process: Process, leg: Leg, op: Run) -> None:
     program = process.program
     visits = program.segment_visits(leg.name)
     visit = next((visit for visit in visits if visit.index == op.visit), None)
-    if visit is None or op.nonmodel_bytes != visit.nonmodel_bytes:
+    if visit is None or op.nonmodel_bytes < visit.nonmodel_bytes:
         raise PlanMismatch(f"{leg.name.value} runs moment {op.visit} with {op.nonmodel_bytes} non-model bytes")
     if process.running != leg.serial:
         process.begin(leg)
-    process.bank.rise(visit.nonmodel_bytes)
+    process.bank.rise(op.nonmodel_bytes)
     uses = program.uses(leg.name, visit)
     if len(uses) != len(op.slots):
         raise PlanMismatch(f"moment {visit.name!r} has {len(op.slots)} slots, expected {len(uses)}")

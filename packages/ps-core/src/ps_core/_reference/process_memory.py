@@ -156,12 +156,13 @@ def slot_ranges(plan: Plan, instrs: Iterable[Instr]) -> dict[int, list[Range]]:
     """Return every range that each slot occupies at some time in a segment; only on existing tiers."""
     found = {number: [row] for number, row in enumerate(ranges_of(plan.home))}
     sizes = {number: held.bytes for number, held in enumerate(plan.home)}
-    for instr in instrs:
-        op = instr.op
+    ops = [instr.op for instr in instrs]
+    for op in ops:
         if isinstance(op, Reserve) and 0 <= op.tier < len(plan.tiers):
             sizes[op.slot] = op.bytes
             found.setdefault(op.slot, []).append((op.tier, op.offset, op.offset + op.bytes))
-        elif isinstance(op, Shift) and op.slot in found:
+    for op in ops:  # a shift may be listed before the slot's reservation, which it waits for
+        if isinstance(op, Shift) and op.slot in found:
             tier = found[op.slot][0][0]
             found[op.slot].append((tier, op.offset, op.offset + sizes[op.slot]))
     return found

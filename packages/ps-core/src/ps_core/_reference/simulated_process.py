@@ -67,7 +67,8 @@ class Process:
         for number, held in enumerate(self.plan.home):
             slot = self.bank.slots[-1, number]
             if held.extent in entry:
-                self.bank.view(slot)[:] = self.initial(held.extent)
+                values = self.initial(held.extent)
+                self.bank.view(slot)[: len(values)] = values
                 slot.tag = Tag(held.extent, entry[held.extent], 0)
 
     # Contents.
