@@ -68,6 +68,15 @@ def test_a_question_waits_for_the_step_that_it_asks_for(pair: list[ShardAnswers]
     assert tried == [0, 1, 2, 3]
 
 
+def test_an_empty_answer_comes_as_an_empty_shard(pair: list[ShardAnswers]) -> None:
+    """A rank that has freed the model gives one; the engine says so by name."""
+    for rank, each in enumerate(pair):
+        model = each.add(lambda group, _, rank=rank: _shard(0, 2, group) if rank == 0 else torch.empty(0).byte())
+    own, empty = pair[0].ask(model, 6, 0, me=0)
+    assert own.equal(_shard(0, 2, 6))
+    assert (empty.shape, empty.dtype) == ((0,), torch.uint8)
+
+
 def test_a_rank_that_leaves_answers_nobody_who_waits(pair: list[ShardAnswers]) -> None:
     mine, other = pair
     asked = Event()

@@ -74,6 +74,8 @@ class ShardAnswers:
             with socket.create_connection(where, self._timeout_s) as connection:
                 connection.sendall(_QUESTION.pack(secret, *question))
                 (size,) = _SIZE.unpack(_receive(connection, _SIZE.size))
+                if not size:  # which `frombuffer` refuses
+                    return torch.empty(0, dtype=torch.uint8, device="cpu")
                 return torch.frombuffer(_receive(connection, size), dtype=torch.uint8)
         except (OSError, EOFError, struct.error) as error:
             raise RanksDiverged(f"rank {rank} does not answer for its shard of group {question[1]}: {error}") from error
