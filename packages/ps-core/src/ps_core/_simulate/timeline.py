@@ -207,8 +207,7 @@ class _Walk:
         elif isinstance(instr.op, Copy):
             line.note_copy(instr.queue, begin, end, instr.op.bytes)
         elif isinstance(instr.op, Release):
-            if worker is not None:
-                self._release(instr.op)
+            self._release(instr.op)
         elif instr.queue is Queue.COMPUTE:
             line.now += line.launching_s(instr.op)
             end = max(end, line.now)
