@@ -6,7 +6,6 @@ import gc
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +26,13 @@ from ps_core.engine._devices.cuda.runtime import TorchRuntime
 from ps_core.engine._execution.plan_request import PlanRequest
 
 SIZE, TIGHT = 112 * 1024, 108 * 1024
+
+
+@pytest.fixture(autouse=True)
+def launches_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let fetching early pay, as for large models, so that plans fill the memory."""
+    at_once = replace(MACHINES["t4"], launch_s=0.0, tensor_overhead_s=0.0)
+    monkeypatch.setattr(CudaDevice, "machine", property(lambda _: at_once))
 
 
 @pytest.fixture
@@ -195,14 +201,12 @@ def test_no_cap_is_set_where_it_is_not_wanted_or_beyond_the_card(
     release(model)
 
 
-def losses(
-    runtime: FakeRuntime, caplog: pytest.LogCaptureFixture, machine: Path, *, capped: bool
-) -> list[torch.Tensor]:
+def losses(runtime: FakeRuntime, caplog: pytest.LogCaptureFixture, *, capped: bool) -> list[torch.Tensor]:
     """Train on a card whose allocator leaves gaps; a pass that runs out of memory is made again.
 
     Afterwards the allocator says what it had reserved at most in the last steps.
     """
-    model, optimizer = made(runtime, TIGHT, cap_allocator=capped, machine=str(machine))
+    model, optimizer = made(runtime, TIGHT, cap_allocator=capped)
     runtime.allocator.waste = 0.1
     found: list[torch.Tensor] = []
     caplog.set_level("INFO", "ps_core")
@@ -224,17 +228,14 @@ def losses(
 
 
 def test_gaps_between_blocks_count_too_and_a_plan_leaves_room_for_them(
-    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Launching takes no time here, so that fetching early pays, and plans fill the memory."""
-    machine = tmp_path / "machine.toml"
-    machine.write_text(replace(MACHINES["t4"], launch_s=0.0, tensor_overhead_s=0.0).to_toml(), "utf-8")
     monkeypatch.setattr(allocator_cap, "ROUNDING_BYTES", 0)
     monkeypatch.setattr(allocator_cap, "GAPS_PART", SIZE + 1)
-    free = losses(runtime, caplog, machine, capped=False)
+    free = losses(runtime, caplog, capped=False)
     assert runtime.allocator.most_reserved_bytes > 1.05 * TIGHT
     with FakeRuntime(3) as other:
-        held = losses(other, caplog, machine, capped=True)
+        held = losses(other, caplog, capped=True)
         assert 0.8 * TIGHT < other.allocator.most_reserved_bytes < 1.05 * TIGHT
     assert all(map(torch.equal, free, held))
 
