@@ -30,7 +30,7 @@ SIZE, TIGHT = 112 * 1024, 108 * 1024
 
 @pytest.fixture(autouse=True)
 def launches_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let fetching early pay, as for large models, so that plans fill the memory."""
+    """Time plans as if launching took no time: then they fetch early, and fill the memory."""
     at_once = replace(MACHINES["t4"], launch_s=0.0, tensor_overhead_s=0.0)
     monkeypatch.setattr(CudaDevice, "machine", property(lambda _: at_once))
 

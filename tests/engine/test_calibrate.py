@@ -218,8 +218,9 @@ def test_all_widths_have_as_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_rate_of_a_device_is_that_of_its_blocks() -> None:
     model = OnADevice(torch.device("cpu"), torch.float32)
     model.probe.times = [2.0]
-    attention = 9 * 2 * 2048 * 512 * 4096  # of each block two products, two when it is recomputed, and five
-    # The last product of a block is not computed again. Nobody needs the gradient of the first input.
+    # Attention's products: two in forward, two in recomputation, five in backward. Recomputation leaves out a block's
+    # last product, whose output backward does not read. The model's input has no gradient.
+    attention = 9 * 2 * 2048 * 512 * 4096
     flops = 2 * ((8 * 12 - 2 * 4) * 2048**2 * 4096 + attention) + 4 * 2048**2 * 4096
     elements = model._amounts.elements
     assert elements > 2 * 10 * 2048 * 4096

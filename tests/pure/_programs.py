@@ -18,6 +18,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from ps_core._extents import Extent, Kind, Precision
 from ps_core._layout import Layout, lay_out
 from ps_core._plan import TIER_STACKS, Tier
+from ps_core._planner.search import Setup
 from ps_core._program import Program
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 from ps_core._units import ALIGNMENT_BYTES, align_up
@@ -306,6 +307,19 @@ def random_tiers(rng: random.Random, program: Program, stack: tuple[str, ...] | 
 def traces(bounds: Bounds = SMALL) -> SearchStrategy[Trace]:
     """Random traces."""
     return st.composite(lambda draw: holding(by_draw(draw), random_trace(by_draw(draw), bounds)))()
+
+
+def setup_of(program: Program) -> Setup:
+    """What a search is told of a program; it chooses the groups."""
+    return Setup(
+        ranks=program.ranks,
+        copies=program.copies,
+        precision=program.precision,
+        accumulate=program.accumulate,
+        training=program.training,
+        states=program.states,
+        nonmodel_overhead=program.nonmodel_overhead,
+    )
 
 
 def programs(bounds: Bounds = SMALL, *, most_ranks: int = 4, training: bool | None = None) -> SearchStrategy[Program]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from _programs import programs, random_program
+from _programs import programs, random_program, setup_of
 from ps_core._errors import DoesNotFit
 from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._layout import lay_out
@@ -16,7 +17,7 @@ from ps_core._plan import TIER_STACKS, Tier
 from ps_core._planner.bounds import check_fits, home_bytes, largest_extent_bytes, lower_bounds
 from ps_core._planner.held_slots import gap_bytes
 from ps_core._planner.low_memory_plan import tight_plan
-from ps_core._planner.search import Setup, find_plan
+from ps_core._planner.search import find_plan
 from ps_core._program import Program
 from ps_core._simulate.machine import machine
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
@@ -56,16 +57,8 @@ def test_one_largest_extent_above_the_bound_there_is_always_a_plan(program, stac
     if tight:
         verify(program, tight_plan(program, tiers))
     else:
-        setup = Setup(
-            ranks=program.ranks,
-            copies=program.copies,
-            precision=program.precision,
-            accumulate=program.accumulate,
-            training=program.training,
-            states=program.states,
-            nonmodel_overhead=program.nonmodel_overhead,
-            group_numel=max(sum(program.trace.tensors[t].numel for t in g.tensors) for g in program.layout.groups),
-        )
+        largest = max(sum(program.trace.tensors[t].numel for t in g.tensors) for g in program.layout.groups)
+        setup = replace(setup_of(program), group_numel=largest)
         assume(lay_out(program.trace, group_numel=setup.group_numel or 1, ranks=program.ranks) == program.layout)
         planned = find_plan(program.trace, tiers, machine("v100"), setup=setup)
         assert planned.program.layout == program.layout

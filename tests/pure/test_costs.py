@@ -96,7 +96,7 @@ def test_launching_a_moment_takes_a_time_for_each_operator_and_tensor() -> None:
     moments = (replace(forward, launches=3.0), replace(forward, launches=2.0), replace(backward, launches=7.0))
     longer = replace(base, trace=replace(base.trace, moments=moments))
     slow = replace(MACHINE, launch_s=0.5, tensor_overhead_s=4.0)
-    costs = Costs(longer, DEVICE_HOST, slow, 1, beside=True)
+    costs = Costs(longer, DEVICE_HOST, slow, 1, accelerator=True)
     runs = [Run(place, (0,), 0) for place in range(3)]
     assert [costs.launching_s(run) for run in runs] == [1.5 + 4.0, 1.0, 3.5 + 0.5 + 2 * 4.0]
     assert [costs.launching_s(op) for op in (Norm(0, 0), Shift(0, 0), Release(0))] == [0.5, 0.5, 0]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from _programs import programs
+from _programs import programs, setup_of
 from ps_core._errors import DoesNotFit, InvalidInput
 from ps_core._extents import Extent, Kind, Precision, SegmentName
 from ps_core._layout import lay_out
@@ -65,15 +65,8 @@ def test_where_everything_fits_nothing_moves(name, device, step_in_backward):
 @settings(max_examples=30)
 @given(program=programs(), policy=st.sampled_from(Policy))
 def test_where_everything_fits_nothing_moves_whatever_is_trained(stack, program, policy):
-    setup = Setup(
-        ranks=program.ranks,
-        copies=program.copies,
-        precision=program.precision,
-        accumulate=program.accumulate,
-        training=program.training,
-        policy=policy,
-    )
     tiers = tuple(Tier(name, 10**6) for name in stack)
+    setup = replace(setup_of(program), policy=policy)
     moved = dict(find_plan(program.trace, tiers, A100, setup=setup).prediction.moved_bytes)
     moved.pop("wire")
     assert set(moved.values()) <= {0}

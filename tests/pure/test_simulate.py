@@ -343,7 +343,7 @@ def slow_clock(
 ) -> tuple[list[list[float]], float]:
     """Begin of every instruction, segment by segment, comparing every pair."""
     per_node = program.ranks * program.copies
-    costs = Costs(program, plan.tiers, machine, per_node, beside=has_worker(plan))
+    costs = Costs(program, plan.tiers, machine, per_node, accelerator=has_worker(plan))
     free = dict.fromkeys(Queue, 0.0)
     earlier: list[tuple[list[Piece], float]] = []
     begins = []

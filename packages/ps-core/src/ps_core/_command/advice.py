@@ -49,8 +49,8 @@ def advice(subject: Subject, found: Forecast) -> tuple[str, ...]:
     said = []
     idle = told.stalled_s / told.step_time_s if told.step_time_s else 0.0
     if idle > _IDLE:
-        busy = {name: told.busy_s.get(name, told.launching_s) for name in _WAITS}
-        name = max(busy, key=lambda key: busy[key])
+        busy = {**told.busy_s, "launch": told.launching_s}
+        name = max(_WAITS, key=lambda key: busy[key])
         said.append(
             f"compute is idle {idle:.0%} of the step, waiting most of all for {_WAITS[name]} ({busy[name]:.3g} s of "
             "work)"

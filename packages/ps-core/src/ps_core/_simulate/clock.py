@@ -229,9 +229,8 @@ def _predict(program: Program, plan: Plan, steps: list[_Stage], bound: float, el
     copied = [sum(each.work.copied_bytes[queue] for each in timed) for queue in Queue]
     return Prediction(
         step_time_s=step,
-        bound_step_time_s=min(
-            step, max(bound, *busy, launching_s)
-        ),  # the bound waits for all of ``after``, streams for less
+        # The bound waits for all of ``after``, streams for less.
+        bound_step_time_s=min(step, max(bound, *busy, launching_s)),
         forward_s=forward,
         backward_s=backward,
         update_s=max(0.0, step - forward - backward),

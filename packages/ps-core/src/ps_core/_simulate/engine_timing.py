@@ -92,7 +92,7 @@ class Issuing:
         self._worker = tiers[0].name == "device" and not self._played
         self._in_backward = in_backward and self._worker
         self._undoable, self._tiers = undoable, tiers
-        self._costs = Costs(program, tiers, machine, per_node, beside=self._worker)
+        self._costs = Costs(program, tiers, machine, per_node, accelerator=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node
         self._spare = machine.host_memory_bandwidth / machine.host_bandwidth - 1
 
@@ -194,8 +194,13 @@ class Issuing:
         return _Split(steps, last, copying)
 
     def _timeline(self, home: tuple[Held, ...]) -> Timeline:
-        rates = {"bandwidth": self._host_bandwidth, "spare": self._spare}
-        return Timeline(len(home), worker=self._worker, launching_s=self._costs.launching_s, **rates)
+        return Timeline(
+            len(home),
+            worker=self._worker,
+            bandwidth=self._host_bandwidth,
+            launching_s=self._costs.launching_s,
+            spare=self._spare,
+        )
 
 
 def _end_on_host(home: tuple[Held, ...], step: Sequence[Priced]) -> int:

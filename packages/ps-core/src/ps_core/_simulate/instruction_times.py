@@ -67,7 +67,6 @@ COUNTED = (Step, Norm, Accumulate, Cast)
 MOVES = (Copy, Reserve, Release, Shift)
 """Instructions that take a minimum time however few the bytes."""
 
-
 _LAUNCHED = (*COUNTED, Shift)
 """Instructions that launch an operator."""
 
@@ -100,12 +99,13 @@ class Costs:
         machine: Machine,
         ranks_per_node: int,
         *,
-        beside: bool = False,
+        accelerator: bool = False,
     ) -> None:
-        """Begin; ``beside``: the caller slows the processor's work while copies use host memory, and has a host thread
-        that launches.
+        """Begin; ``accelerator``: one works while the host thread launches.
+
+        Then the caller slows the processor's work while copies use host memory.
         """
-        self._beside = beside
+        self._accelerator = accelerator
         host = machine.host_bandwidth / ranks_per_node
         self._memory = memory = machine.host_memory_bandwidth / ranks_per_node
         disk_read = machine.disk_read_bandwidth / ranks_per_node
@@ -126,11 +126,8 @@ class Costs:
             )
             for moment in program.trace.moments
         ]
-        self._launch_s = beside * machine.launch_s
-        self._launching_s = [
-            (moment.launches + len(moment.grads)) * self._launch_s + beside * first * machine.tensor_overhead_s
-            for moment, first in zip(program.trace.moments, _first_uses(program.trace), strict=True)
-        ]
+        self._launch_s = machine.launch_s * accelerator
+        self._launching_s = list(self._of_launching(program.trace)) if accelerator else []
         self._rates = {
             Queue.COMPUTE: fast,
             Queue.H2D: min(machine.h2d_bandwidth, memory),
@@ -169,6 +166,11 @@ class Costs:
         self._step = [states + norm + weight for norm, weight in zip(self._norm, weights, strict=True)]
         self._hops_s = ring_s(ranks, min(ranks, ranks_per_node)) if ring else 0.0
         self._accumulate = [4 + (4 if program.sharded else size) for size in elements]
+
+    def _of_launching(self, trace: Trace) -> Iterator[float]:
+        """Yield what each moment takes the host thread: operators, a copy of each gradient, and its tensors."""
+        for moment, first in zip(trace.moments, _first_uses(trace), strict=True):
+            yield (moment.launches + len(moment.grads)) * self._launch_s + first * self._tensor
 
     def _around_products(self, program: Program, elements: list[int]) -> Iterator[float]:
         """Yield, for an emulated accelerator, what each moment takes for its tensors, beside the work on
@@ -217,16 +219,15 @@ class Costs:
             thread_s = self._of_the_thread(instrs, seconds, slot_bytes)
             return Work(seconds, copied, wire, int(network), evictions, thread_s, 0.0)
         self._slow_copies(instrs, seconds, copied)
-        if not self._beside:
+        if not self._accelerator:
             self._slow_cpu(instrs, seconds, cpu_bytes, sum(copied))
         launching_s = sum(self.launching_s(instr.op) for instr in instrs if instr.queue is Queue.COMPUTE)
         return Work(seconds, copied, wire, int(network), evictions, [], launching_s)
 
     def launching_s(self, op: Op) -> float:
-        """Return the seconds of the host thread to launch the compute queue's work on an accelerator.
-
-        A moment has its operators, a copy of each gradient that arrives, and the engine's own work for tensors.
-        """
+        """Return the seconds of the host thread to launch the compute queue's work on an accelerator."""
+        if not self._accelerator:
+            return 0.0
         if isinstance(op, Run):
             return self._launching_s[op.visit]
         return self._launch_s * isinstance(op, _LAUNCHED)

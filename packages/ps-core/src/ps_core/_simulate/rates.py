@@ -50,11 +50,11 @@ class Machine:
     launch_s: float = 50e-6
     """Seconds of the host thread to launch an operator on an accelerator, with the model's Python code around it."""
     tensor_overhead_s: float = 20e-6
-    """Seconds of the host thread for each tensor that a pass reads, or that gets its gradient, beside its work."""
+    """Seconds that the engine takes for each tensor that a pass reads, or that gets its gradient."""
     instruction_overhead_s: float = 0.0
-    """Seconds of an emulated accelerator's thread for each step, norm, sum and cast of a group, beside its work."""
+    """Seconds that the engine takes on an emulated accelerator for each step, norm, sum and cast of a group."""
     move_overhead_s: float = 0.0
-    """Seconds of that thread for each copy, reservation, release and shift, beside the bytes."""
+    """Seconds that the engine takes there for each copy, reservation, release and shift, beside the bytes."""
     element_s: float = 0.0
     """Seconds for each element that operators other than matrix products read or write, in 16 bits."""
     element_fp32_s: float = 0.0

@@ -56,7 +56,7 @@ class Tiny:
                 AdamW(lr=0.0),
                 device=device,
                 budget=Budget(device=budget_bytes, host=2**26),
-                options=Options(group_bytes=group_bytes, cap_allocator=False),
+                options=Options(group_bytes=group_bytes, cap_allocator=False),  # other probes take memory too
             )
         assert optimizer is not None, "one was asked for"
         where = _where(device)
