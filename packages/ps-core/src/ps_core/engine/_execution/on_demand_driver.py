@@ -1,10 +1,13 @@
 """Drive a pass moment by moment, without a plan: the first pass, and passes that no plan fits.
 
 The least recently used group is evicted first. Until the peak of non-model bytes is known, only the moment's own groups
-are kept. So a pass fits if any can. Later the memory below that peak serves as a cache.
+are kept. So a pass fits if any can. Later the memory below that peak serves as a cache. If a moment takes more after
+all, what only the cache keeps is evicted. A pass that left a plan may also move home slots down.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -33,6 +36,10 @@ class OnDemandDriver:
         """Groups with a copy on the compute tier, least recently used first."""
         self.highest_nonmodel_bytes: int | None = None
         """The peak of the next passes; None: not known yet."""
+        self._present: list[ParamGroup] = []
+        """Groups that the present moment uses."""
+        self._lower_homes: Callable[[], None] | None = None
+        """Moves home slots off the compute tier; None: that was done already, or no plan was left in this pass."""
 
     def expect(self, nonmodel_bytes: int | None) -> None:
         """Store the most non-model bytes of the next passes; None: not known."""
@@ -40,7 +47,20 @@ class OnDemandDriver:
 
     def free_optional_bytes(self, needed_bytes: int) -> int:
         """Free up to ``needed_bytes`` of the compute tier that no moment needs; return how many were freed."""
-        return 0
+        ledger = self._store.ledger
+        before = ledger.used_bytes[0]
+        self.highest_nonmodel_bytes = None
+        for group in [group for group in self.fetched if group not in self._present]:
+            if before - ledger.used_bytes[0] < needed_bytes and self._residency.evict(group):
+                del self.fetched[group]
+        if before - ledger.used_bytes[0] < needed_bytes:
+            self._free_home_slots()
+        return before - ledger.used_bytes[0]
+
+    def _free_home_slots(self) -> None:
+        lower, self._lower_homes = self._lower_homes, None
+        if lower is not None:
+            lower()
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Fetch the groups of these parameters, and of these gradients, to the compute tier."""
@@ -48,13 +68,10 @@ class OnDemandDriver:
         for record in reads:
             if record.contents is not SlotContents.WEIGHT:
                 self._gradients.restore_weights(record.group)
-        groups = list(dict.fromkeys((*(record.group for record in reads), *gains)))
+        self._present = groups = list(dict.fromkeys((*(record.group for record in reads), *gains)))
         for group in groups:
             self.fetched.pop(group, None)
-        wanted = [
-            group for group in groups if group.weight_chunk.home.tier and group.weight_chunk.copies.get(0) is None
-        ]
-        self._make_room(wanted, set(groups), name)
+        self._make_room(groups, name)
         device = self._store.device
         for group in groups:
             slot = self._residency.fetch(group)
@@ -62,9 +79,9 @@ class OnDemandDriver:
                 self.fetched[group] = None
             device.declare_access(Queue.COMPUTE, name, (slot.memory,), ())
 
-    def _make_room(self, wanted: list[ParamGroup], needed: set[ParamGroup], name: str) -> None:
-        capacity = self._store.tiers[0].capacity_bytes
-        nonmodel = self.highest_nonmodel_bytes or self._store.ledger.nonmodel_bytes
+    def _make_room(self, needed: list[ParamGroup], name: str) -> None:
+        ledger, capacity = self._store.ledger, self._store.tiers[0].capacity_bytes
+        nonmodel = self.highest_nonmodel_bytes or ledger.nonmodel_bytes
         cache = self.highest_nonmodel_bytes is not None
         victims = iter([group for group in self.fetched if group not in needed])
 
@@ -75,11 +92,13 @@ class OnDemandDriver:
                     return True
             return False
 
-        sizes = [group.weight_chunk.bytes for group in wanted]
+        sizes = _missing_bytes(needed)
         make_room(lambda: cache and has_room(self._store, sizes, nonmodel_bytes=nonmodel), evict_next)
-        total = self._store.ledger.used_bytes[0] + sum(sizes) + self._store.ledger.nonmodel_bytes
+        if ledger.used_bytes[0] + sum(sizes) + ledger.nonmodel_bytes > capacity:
+            self._free_home_slots()
+        total = ledger.used_bytes[0] + sum(_missing_bytes(needed)) + ledger.nonmodel_bytes
         if total > capacity:
-            groups, nonmodel = self._residency.groups, self._store.ledger.nonmodel_bytes
+            groups, nonmodel = self._residency.groups, ledger.nonmodel_bytes
             raise compute_tier_too_small(self._store, groups, name, total, nonmodel, proven=True)
 
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
@@ -88,6 +107,8 @@ class OnDemandDriver:
 
     def finish(self) -> None:
         """Evict every group that has no live aliases; copy the others' newest bytes to their home slots."""
+        self._lower_homes = None
+        self._present = []
         for group in list(self.fetched):
             if self._residency.evict(group):
                 del self.fetched[group]
@@ -95,6 +116,16 @@ class OnDemandDriver:
                 self._residency.transfers.write_home(group.weight_chunk)
                 self._residency.expose(group)
 
-    def adopt(self, groups: list[ParamGroup]) -> None:
-        """Take over the copies that a plan left on the compute tier."""
+    def adopt(self, groups: list[ParamGroup], lower_homes: Callable[[], None] | None = None) -> None:
+        """Take over the copies that a plan left on the compute tier, for a pass whose peak is not known.
+
+        ``lower_homes`` moves its home slots down, if the rest of the pass needs their memory.
+        """
+        self._lower_homes, self.highest_nonmodel_bytes = lower_homes, None
         self.fetched = {group: None for group in groups if 0 in group.weight_chunk.copies}
+
+
+def _missing_bytes(groups: list[ParamGroup]) -> list[int]:
+    """Return the sizes of the weights that are not on the compute tier."""
+    chunks = [group.weight_chunk for group in groups]
+    return [chunk.bytes for chunk in chunks if chunk.home.tier and chunk.copies.get(0) is None]

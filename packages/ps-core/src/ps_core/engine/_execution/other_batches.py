@@ -9,7 +9,7 @@ other batches. After that the other batches must come in 2, 4, 8 ... steps in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from ps_core._extents import SegmentName
@@ -22,6 +22,8 @@ _CHANGES_AT_ONCE = 2
 _JOINS = 3
 _MOST_EVALUATIONS = 8
 """Evaluations of so many shapes are remembered."""
+_MOST_VALUES = 64
+"""So many passes of a plan are measured because they were called with numbers or texts that are new."""
 
 
 class OtherBatches:
@@ -45,6 +47,10 @@ class OtherBatches:
         """The batch of the last evaluation on demand, and its peak of non-model bytes."""
         self.evaluations: tuple[BatchShape, ...] = ()
         """Batches of evaluations that the plan serves: they ran on demand, and took no more than it leaves free."""
+        self._values: Hashable = ()
+        """The arguments besides tensors of the last call that differed in them from the call before."""
+        self._known: set[Hashable] = set()
+        """Those of the calls since the plan in force was made."""
 
     def note_dropped(self, recording: PassRecording, batch: BatchShape) -> None:
         """Remember a forward pass with gradients that no backward pass followed."""
@@ -62,8 +68,20 @@ class OtherBatches:
         return replace(recording, moments=forward + recording.moments[count:])
 
     def begin_plan(self) -> None:
-        """Forget the evaluations and the row of the plan before; another plan, or none, is in force."""
+        """Forget what the plan before served; another plan, from the last pass, or none is in force."""
         self.evaluations, self.in_a_row = (), 0
+        self._known = {self._values}
+
+    def values_are_new(self, values: Hashable) -> bool:
+        """Return True if the plan has not seen a call with these arguments besides tensors, and not many others.
+
+        They may be what a moment's memory depends on: a number of samples, or a flag.
+        """
+        self._values = values
+        if values in self._known or len(self._known) >= _MOST_VALUES:
+            return False
+        self._known.add(values)
+        return True
 
     def end_row(self) -> None:
         """Note a step that the plan in force served."""

@@ -311,7 +311,7 @@ class PassTracker:
             finally:
                 self.followed = self.driver is not self.demand
                 if not self.followed:
-                    self.demand.adopt(self._groups)
+                    self.demand.adopt(self._groups, partial(self.scheduler.plan_abandoned, needs_more=True))
                     if self.recording is not None:
                         self.recording.irregular = LEFT_PLAN
                 self.nonmodel.start()

@@ -68,6 +68,10 @@ class PlanScheduler:
         """Number of passes with gradients before this step's first."""
         self._seen: tuple[list[Any], BatchShape] = [], BatchShape()
         """Shapes and types of the last call's arguments, and their batch shape."""
+        self._values: list[Any] = []
+        """The last call's arguments besides tensors: names, numbers, texts."""
+        self._new_values = False
+        """True if the plan may not have seen a call with these."""
         self._tried = False
         """True if the first pass was tried with fake tensors."""
         self._measured: BatchShape | None = None
@@ -172,11 +176,19 @@ class PlanScheduler:
     def _batch_of(self, args: Any, kwargs: Any) -> BatchShape:
         """Return the shape of a call's arguments; usually they are as in the call before."""
         key: list[Any] = []
+        values: list[Any] = [*kwargs]
+        known = True
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and not value.is_nested:
                 key.append((value.shape, value.dtype))
-            elif value is not None and not isinstance(value, VALUES):
-                return batch_of(args, kwargs)
+            elif value is None or isinstance(value, VALUES):
+                values.append(value)
+            else:
+                known = False
+        if values != self._values:
+            self._values, self._new_values = values, self._others.values_are_new(tuple(values))
+        if not known:
+            return batch_of(args, kwargs)
         if key != self._seen[0]:
             self._seen = key, batch_of(args, kwargs)
         return self._seen[1]
@@ -208,7 +220,9 @@ class PlanScheduler:
             engine.speculation.undo()
         self._served, self._part, self._batch = self._batch, self._batch, None
         if engine.resident:
-            return ResidentDriver(tracked=self._measured is None or not self._measured.covers(self._served))
+            known = self._measured is not None and self._measured.covers(self._served)
+            tracked, self._new_values = self._new_values or not known, False
+            return ResidentDriver(tracked=tracked)
         if self._served is None and training and self._setup.training:
             self._served = self._part = called_part()
         demand = engine.demand
@@ -274,7 +288,8 @@ class PlanScheduler:
     def _is_watched(self) -> bool:
         """Return True if the non-model bytes of a planned pass are counted."""
         self._replayed += 1
-        return self._in_force.estimated or self._replayed % _WATCHED_EVERY == 0
+        new, self._new_values = self._new_values, False
+        return new or self._in_force.estimated or self._replayed % _WATCHED_EVERY == 0
 
     def _free_for_unplanned(self, training: bool) -> None:
         """Free as much memory for an unplanned pass as it would have without a plan, unless it needs less."""
