@@ -116,6 +116,25 @@ def test_one_line_says_why_passes_leave_the_plan(caplog: pytest.LogCaptureFixtur
     assert lines[0].endswith("; another plan is made if this goes on")
 
 
+@pytest.mark.parametrize("told", [1, 3])
+def test_a_line_says_that_a_step_has_more_backward_passes_than_was_told(
+    told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.INFO, "ps_core"),
+        chunked_model(Heads(), precision="bf16", accumulation_steps=told) as (model, optimizer),
+    ):
+        for number in range(12):
+            model(torch.randn(8, WIDTH), "one").float().square().mean().backward()
+            if number % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        counted = statistics(model)
+    lines = [each.message for each in caplog.records if "accumulation_steps=1" in each.message]
+    assert len(lines) == (told == 1)
+    assert ("accumulation_steps=1" in counted.last_divergence) is (told == 1)
+
+
 def test_reading_weights_before_the_first_step_is_no_pass_without_a_plan(caplog: pytest.LogCaptureFixture) -> None:
     """Loops read them that log the norms of gradients and weights."""
     with caplog.at_level(logging.INFO, "ps_core"), chunked_model(Heads(), precision="fp32") as (model, optimizer):

@@ -28,7 +28,12 @@ from ps_core.engine._execution.passes_without_plan import ResidentDriver
 from ps_core.engine._execution.plan_driver import PlanDriver, fits_step, why_not_ready
 from ps_core.engine._execution.plan_in_force import PlanInForce
 from ps_core.engine._execution.plan_request import PlanRequest
-from ps_core.engine._execution.unplanned_passes import READ_OUTSIDE, LeftPlans, UnplannedPasses
+from ps_core.engine._execution.unplanned_passes import (
+    READ_OUTSIDE,
+    LeftPlans,
+    UnplannedPasses,
+    too_many_passes,
+)
 from ps_core.engine._memory.reserved_bytes import bytes_to_reserve
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.speculative_steps import Stepping
@@ -250,7 +255,11 @@ class PlanScheduler:
         if not why and self._homes.elsewhere and not self._homes.move_to_plan(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if why:
+            if self._setup.training:
+                why = too_many_passes(self._passes_of_step + 1, self._setup.accumulate) or why
             engine.counters.diverged(why)
+            if training:
+                self._left.note_refused(why)
             self._free_for_unplanned(training)
             return self._uncapped()
         if self._caps:  # not by an estimate, which misses what a device's libraries take for themselves
@@ -341,7 +350,9 @@ class PlanScheduler:
             return
         served = in_force.serves(batch)
         if served and recording.left_plan and recording.makes_gradients:
-            self._left.note(passes.gradient_passes, self._engine.counters.last_divergence, several=bool(batch.later))
+            why = too_many_passes(self._passes_of_step, self._setup.accumulate)
+            why = why or self._engine.counters.last_divergence
+            self._left.note(passes.gradient_passes, why, several=bool(batch.later))
         if not recording.complete:
             return
         if recording.training is not self._setup.training:

@@ -11,6 +11,11 @@ _TOLD_AFTER = 3
 READ_OUTSIDE = "its parameters are read outside of any call of its modules"
 
 
+def too_many_passes(passes: int, steps: int) -> str:
+    """Return what is wrong if a step has more backward passes than ``accumulation_steps`` says; else an empty text."""
+    return f"backward runs more often between steps than accumulation_steps={steps} says" if passes > steps else ""
+
+
 class UnplannedPasses:
     """Count training passes that no plan can be made from, while there is no plan."""
 
@@ -37,7 +42,7 @@ class LeftPlans:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._total = self._in_a_row = 0
+        self._total = self._refused = self._in_a_row = 0
         self._last = 0
         """Number of the last pass that left the plan."""
         self._plans = 0
@@ -57,6 +62,12 @@ class LeftPlans:
         if self._in_a_row >= 2 ** (self._plans + 1):
             self._plans += 1
             self._in_a_row, self.to_record = 0, 2 if several else 1
+
+    def note_refused(self, why: str) -> None:
+        """Note a training pass of the plan's batch that the plan could not begin with."""
+        self._refused += 1
+        if self._refused == _TOLD_AFTER:
+            self._say(f"passes run on demand, although there is a plan: {why}")
 
     def note_recorded(self) -> bool:
         """Note a pass that was recorded; return True if a plan is to be made from it."""
