@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -76,11 +77,38 @@ def test_a_weight_that_is_read_after_its_gradient_is_stepped_later() -> None:
 )
 def test_a_slow_processor_takes_the_newest(seconds: float, taken: list[int]) -> None:
     """Gradients come every 2 s. What is passed over is left for the step segment; the last one is never."""
-    every = early_steps(6, forward(*(gradient(place) for place in range(6))), step(*(of(place) for place in range(6))))
-    ends = [2.0 * place for place in range(6)]
-    found = newest_first(every, ends, [seconds] * 6)
+    backward = forward(*(gradient(place) for place in range(6)))
+    every = early_steps(6, backward, step(*(of(place) for place in range(6))))
+    found = newest_first(every, backward, [2.0 * place for place in range(6)], [seconds] * 6, inf)
     assert [row.id for rows in found.values() for row in rows] == taken
     assert all(row.op.slots == (behind,) for behind, rows in found.items() for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("share", "seconds", "taken"),
+    [
+        (0.0, 3.0, {0: [0], 2: [2, 1], 4: [4, 3]}),
+        (0.5, 3.0, {0: [0], 2: [2, 1], 4: [4, 3]}),
+        (1.0, 3.0, {0: [0], 2: [2], 4: [4, 3]}),
+        (1.0, 2.5, {0: [0], 2: [2, 1], 4: [4, 3]}),
+        (inf, 2.5, {0: [0], 2: [2], 4: [4]}),
+    ],
+)
+def test_an_idle_processor_comes_back_to_older_ones(share: float, seconds: float, taken: dict[int, list[int]]) -> None:
+    """The second step waits when the third is over at 6.5 s; the next gradient comes at 9 s."""
+    backward = forward(*(gradient(place) for place in range(5)), (Queue.COMPUTE, Run(0, (), 0), ()))
+    every = early_steps(5, backward, step(*(of(place) for place in range(5))))
+    ends = [0.0, 1.0, 1.0, 9.0, 9.0, 12.0]
+    found = newest_first(every, backward, ends, [1.5, seconds, 5.0, 1.0, 2.0], share)
+    assert {behind: [row.id for row in rows] for behind, rows in found.items()} == taken
+
+
+def test_a_step_is_not_moved_behind_another_queue() -> None:
+    """Its own gradient may come later than that queue's instruction."""
+    backward = forward(gradient(0), gradient(1), (Queue.CPU, Norm(2, 2), ()), (Queue.COMPUTE, Run(0, (), 0), ()))
+    every = early_steps(3, backward, step(of(0), of(1), of(2)))
+    found = newest_first(every, backward, [0.0, 1.0, 1.0, 9.0], [1.5, 1.0, 1.0], 0.0)
+    assert {behind: [row.id for row in rows] for behind, rows in found.items()} == {0: [0], 2: [2]}
 
 
 def test_it_runs_beside_the_rest_of_backward_and_the_next_copy_waits_for_it() -> None:

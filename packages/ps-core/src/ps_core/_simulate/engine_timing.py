@@ -30,6 +30,7 @@ from ps_core._simulate.emulated_timing import LINKS, play
 from ps_core._simulate.instruction_times import Costs, Work
 from ps_core._simulate.machine import Machine
 from ps_core._simulate.steps_in_backward import (
+    SHARES,
     EarlySteps,
     early_steps,
     newest_first,
@@ -167,7 +168,7 @@ class Issuing:
             begin += seconds
 
     def _time_choosing(self, home: tuple[Held, ...], step: Sequence[Priced]) -> tuple[EarlySteps, list[Timed]]:
-        """Choose the steps that begin within the last pass: none, all, or as in [Note: the newest first]."""
+        """Choose the steps that begin within the last pass: none, or some of [Note: the newest first]."""
         *passes, last = step
         none: EarlySteps = {}
         choices = [(none, self._time_in_order(home, step))]
@@ -180,7 +181,7 @@ class Issuing:
             if self._undoable and len(self._tiers) > 1:
                 seconds = [took + self._costs.copying_s(sizes.get(place, 0)) for place, took in enumerate(seconds)]
                 room = self._tiers[1].capacity_bytes - _end_on_host(home, step)
-            for steps in (newest_first(every, ends, seconds), every):
+            for steps in [newest_first(every, passes[-1].segment, ends, seconds, share) for share in SHARES]:
                 chosen = with_room(steps, ends, sizes, room) if self._undoable else steps
                 split = self._split(home, chosen, last)
                 choices.append((chosen, _with_early_steps(self._timeline(home), split, step)))

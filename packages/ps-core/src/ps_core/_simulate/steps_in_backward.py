@@ -9,9 +9,9 @@ in the step segment: that read would come too late.
 
 [Note: the newest first]
 Backward ends with the groups that the next forward pass needs first. If the processor cannot step as fast as gradients
-come, it takes the newest whenever it is free. The others stay in the step segment. There they are stepped in the order
-of the forward pass, beside it. With all steps in order of arrival, the next forward pass would begin by waiting for the
-whole queue.
+come, it takes the newest whenever it is free. If none has come since, it may go back to the newest of those that wait.
+The others stay in the step segment. There they are stepped in the order of the forward pass, beside it. With all steps
+in order of arrival, the next forward pass would begin by waiting for the whole queue.
 
 [Note: steps that can be undone]
 Where all gradients decide (clipping, a loss scale), a step may still begin early, as if the decision were known. The
@@ -22,12 +22,15 @@ back, and the group is stepped with the others. As many steps begin early as hos
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import TypeAlias
 
 from ps_core._errors import InvalidInput
 from ps_core._extents import Kind, Precision
 from ps_core._plan import Copy, Held, Instr, Queue, Release, Reserve, Run, Segment, Step, slots_of
 
+SHARES = (0.0, 1.0, inf)
+"""Values to try for ``share`` of `newest_first`: which is best depends on the sizes of groups."""
 EarlySteps: TypeAlias = Mapping[int, tuple[Instr, ...]]
 """Steps that begin within a pass, by the place of the instruction that they begin behind."""
 
@@ -65,19 +68,40 @@ def early_steps(homes: int, last_pass: Segment, step: Segment) -> EarlySteps:
     return found
 
 
-def newest_first(steps: EarlySteps, ends: Sequence[float], seconds: Sequence[float]) -> EarlySteps:
-    """Return the steps that the processor takes; ``ends``: of the pass's instructions, ``seconds``: of all steps."""
+def newest_first(
+    steps: EarlySteps, last_pass: Segment, ends: Sequence[float], seconds: Sequence[float], share: float
+) -> EarlySteps:
+    """Return the steps that the processor takes; ``ends``: of the pass's instructions, ``seconds``: of all steps.
+
+    If no newer gradient has come, it takes the newest step of which this share is over when the next one comes.
+    That step begins behind the instruction of the newest gradient so far, which is on the same queue.
+    """
     arrivals = sorted((ends[behind], behind, row.id, row) for behind, rows in steps.items() for row in rows)
+    queues = [instr.queue for instr in last_pass.instrs]
+    over = max(ends, default=0.0)
     taken: dict[int, tuple[Instr, ...]] = {}
-    free, place = 0.0, 0
-    while place < len(arrivals):
-        free = max(free, arrivals[place][0])
-        while place + 1 < len(arrivals) and arrivals[place + 1][0] <= free:
+    waiting: list[tuple[int, Instr]] = []
+    free, newest, place = 0.0, -1, 0
+    while waiting or place < len(arrivals):
+        if not waiting:
+            free = max(free, arrivals[place][0])
+        known = place
+        while place < len(arrivals) and arrivals[place][0] <= free:
+            _, newest, _, row = arrivals[place]
+            waiting.append((newest, row))
             place += 1
-        _, behind, _, row = arrivals[place]
-        taken[behind] = (*taken.get(behind, ()), row)
-        free += seconds[row.id]
-        place += 1
+        until = over if place == len(arrivals) else arrivals[place][0]
+        for back, (behind, row) in enumerate(reversed(waiting), start=1):
+            took = seconds[row.id]
+            if place > known or (share * took <= until - free and queues[behind] is queues[newest]):
+                taken[newest] = (*taken.get(newest, ()), row)
+                free += took
+                del waiting[-back]
+                break
+        else:
+            if place == len(arrivals):
+                break
+            free = until
     return taken
 
 
