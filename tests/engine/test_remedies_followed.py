@@ -382,8 +382,11 @@ def made_in_inference_mode() -> None:
 def complex_numbers() -> None:
     model = net()
     model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with refused("keep its real and imaginary part as two parameters"):
-        managed(model)
+    only = nn.Module()
+    only.phase = model.phase
+    for refused_model in (model, only):
+        with refused("keep its real and imaginary part as two parameters"):
+            managed(refused_model)
     model.phase = nn.Parameter(torch.view_as_real(model.phase.detach()).clone())
     manage_and_train(model)
 

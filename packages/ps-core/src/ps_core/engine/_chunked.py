@@ -285,7 +285,7 @@ def _check(model: nn.Module, accumulation_steps: int) -> None:
             f"this {type(model).__name__} is under management already, although all its parameters were replaced "
             "since: release(model) first"
         )
-    if not any(parameter.is_floating_point() for parameter in model.parameters()):
+    if not any(parameter.is_floating_point() or parameter.is_complex() for parameter in model.parameters()):
         raise InvalidInput(f"{type(model).__name__} has no parameters to manage")
     refuse_compiled(model)
     refuse_lazy(model)
