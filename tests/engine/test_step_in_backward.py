@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from _fake_cuda import FakeRuntime
 from _runs import HOST, let_go
 from checked_device.device import CheckedDevice
 from ps_core import AdamW, Budget, InvalidInput, Options
+from ps_core._plan import Held
+from ps_core._simulate.engine_timing import Issuing, Priced
+from ps_core._simulate.steps_in_backward import EarlySteps, early_steps
 from ps_core.engine import chunked, load_checkpoint, save_checkpoint, statistics
 from ps_core.engine._execution.find_hooks import hooks_of
 from test_host_worker import late_device
@@ -73,6 +76,28 @@ def test_the_same_bits(precision: str, size: str, device: str) -> None:
     assert all(map(torch.equal, right, got))
     assert (found.divergences, found.planned_passes) == (0, 5)
     assert found.steps == 6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("precision", SIZES)
+def test_the_same_bits_where_the_processor_comes_back_to_older_gradients(
+    precision: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At worst all wait until the last gradient is on the host, the newest first."""
+
+    def latest(self: Issuing, home: tuple[Held, ...], step: Sequence[Priced]) -> EarlySteps:
+        every = early_steps(len(home), step[-2].segment, step[-1].segment)
+        queues = {step[-2].segment.instrs[behind].queue for behind in every}
+        assert len(queues) == 1
+        return {max(every): tuple(row for behind in sorted(every, reverse=True) for row in every[behind])}
+
+    monkeypatch.setattr(Issuing, "early_steps", latest)
+    right, _ = trained("cpu", precision, None, "after_backward")
+    runtime = FakeRuntime(1)
+    with runtime:
+        got, found = trained(DEVICES[device](runtime), precision, SIZES[precision][0], "in_backward")
+    assert all(map(torch.equal, right, got))
+    assert (found.divergences, found.planned_passes) == (0, 5)
 
 
 def test_gradients_of_inputs_step_nothing() -> None:
