@@ -357,26 +357,6 @@ row(
 )
 
 
-class Turned(nn.Sequential):
-    """The same modules, called in the same order, and registered in another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = net()
-        self.add_module("1", layers[1])
-        self.add_module("0", layers[0])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._modules["1"](self._modules["0"](x))
-
-
-row(
-    "states belong to places. Register modules in the order of the model that was saved",
-    lambda: loaded(state_of(Turned())),
-    lambda: loaded(state_of(Turned()), model=Turned()),
-)
-
-
 def scale_loaded(**changes: Any) -> None:
     model, optimizer = made(precision="fp16")
     state = {**optimizer.scaler.state_dict(), **changes}

@@ -293,6 +293,37 @@ def test_a_run_that_added_parameters_is_resumed_by_adding_them_again(tmp_path: P
     release(first[0]), release(again[0])
 
 
+class Adapter(nn.Linear):
+    """Adds to what its layer returns."""
+
+    def attach(self, layer: nn.Module) -> None:
+        layer.adapter = self
+        layer.register_forward_hook(lambda layer, args, out: out + layer.adapter(out))
+
+
+def test_a_run_that_added_modules_one_by_one_is_resumed_by_adding_all_of_them(tmp_path: Path) -> None:
+    """The last layer's came first; added together they come in the order of the model. States belong to names."""
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        runs.append(managed(Net(2), Budget(device="120KiB", host="4MiB")))
+    first, again = runs
+    for layer in reversed(first[0].layers):
+        Adapter(64, 64).attach(layer)
+        run_once(*first)
+    save_checkpoint(tmp_path / "here", *first)
+    weights, states = first[0].state_dict(), first[1].state_dict()
+    for layer in again[0].layers:
+        Adapter(64, 64).attach(layer)
+    load_checkpoint(tmp_path / "here", *again)
+    expected = [run_once(*first) for _ in range(2)]
+    assert [run_once(*again) for _ in range(2)] == expected
+    again[0].load_state_dict(weights)
+    again[1].load_state_dict(states)
+    assert [run_once(*again) for _ in range(2)] == expected
+    release(first[0]), release(again[0])
+
+
 def test_a_module_added_before_a_block_of_ordinary_parameters_is_taken_in_after_it() -> None:
     model, optimizer = managed(Net(2))
     add_layer(model, 1)

@@ -317,7 +317,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             given = given if changed is None else changed
         check_form(given)
         groups = self._match_groups(given["param_groups"])
-        entries = unpack(given, self._records(), self._format)
+        entries = unpack(given, groups, self._records(), self._format)
         scale = given.get(LOSS_SCALE) or given["param_groups"][0].get(LOSS_SCALE)
         if self._loss_scale is not None and scale:
             LossScale().load_state_dict(scale)  # so that a wrong one is refused before anything changes

@@ -42,10 +42,11 @@ def pack(
 
 
 def unpack(
-    given: Mapping[str, Any], records: Iterable[ParamState], state_format: StateFormat
+    given: Mapping[str, Any], groups: Groups, records: Iterable[ParamState], state_format: StateFormat
 ) -> dict[ParamState, StateEntry]:
-    """Return the checked entry of each parameter; ``given`` has groups as large as the optimizer's."""
-    keys = [key for group in given["param_groups"] for key in group["params"]]
+    """Return the checked entry of each parameter; ``given`` has groups as large as the optimizer's, ``groups``."""
+    pairs = zip(groups, given["param_groups"], strict=True)
+    keys = [key for own, theirs in pairs for key in _in_order(own["param_names"], theirs)]
     known = set(keys)
     for key, entry in given["state"].items():
         if key not in known:
@@ -90,7 +91,6 @@ def match_groups(rule: OptimizerRule, groups: Groups, sizes: list[int], saved: G
     matched = []
     for index, (own, theirs) in enumerate(zip(groups, saved, strict=True)):
         rule.check(f"the state's param_groups[{index}]", theirs)
-        _check_order(index, own["param_names"], theirs.get("param_names"))
         wanted = [key for key, value in rule.groups[index].items() if not isinstance(value, bool | None)]
         absent = [key for key in wanted if key not in theirs]
         if absent:
@@ -102,11 +102,13 @@ def match_groups(rule: OptimizerRule, groups: Groups, sizes: list[int], saved: G
     return matched
 
 
-def _check_order(index: int, own: Sequence[str], saved: Sequence[str] | None) -> None:
-    """Refuse the same names in another order: states go by place. Other names may have a wrapper's prefix."""
-    if saved is not None and list(saved) != list(own) and sorted(saved) == sorted(own):
-        place = next(place for place, (one, other) in enumerate(zip(own, saved, strict=True)) if one != other)
-        raise InvalidInput(
-            f"the state's param_groups[{index}] has {saved[place]!r} at place {place}, where this model has "
-            f"{own[place]!r}: states belong to places. Register modules in the order of the model that was saved"
-        )
+def _in_order(names: Sequence[str], saved: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the keys of a saved group's parameters in the order of ``names``.
+
+    States belong to names if the group has the same ones, else to places: names may have a wrapper's prefix.
+    """
+    theirs = saved.get("param_names")
+    if theirs is None or sorted(theirs) != sorted(names):
+        return list(saved["params"])
+    keys = dict(zip(theirs, saved["params"], strict=True))
+    return [keys[name] for name in names]
