@@ -54,6 +54,12 @@ def average(model: nn.Module) -> None:
         parameter.grad.div_(3)
 
 
+def turn_around(model: nn.Module) -> None:
+    """Gradient ascent, as for unlearning."""
+    for parameter in model.parameters():
+        parameter.grad.mul_(-0.5)
+
+
 def replace(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = parameter.grad / 2
@@ -74,7 +80,7 @@ def value_then_norm(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.02)
 
 
-CHANGES = [clip_by_value, clip_adaptively, add_noise, average, replace, drop_some]
+CHANGES = [clip_by_value, clip_adaptively, add_noise, average, turn_around, replace, drop_some]
 
 
 def step(model: nn.Module, optimizer: Any, change: Callable[[nn.Module], None], passes: int = 1) -> float:
@@ -165,6 +171,21 @@ def test_a_norm_after_a_change_is_that_of_the_change() -> None:
     for _ in range(2):
         assert step(model, optimizer, value_then_norm) == pytest.approx(step(plain, twin, value_then_norm), rel=1e-6)
         assert optimizer.last_norm == pytest.approx(0.02, rel=1e-4)
+    release(model)
+
+
+@pytest.mark.parametrize("factors", [(1e200,), (1e30,) * 2, (1e30,) * 8], ids=["one", "two", "eight"])
+def test_a_factor_beyond_fp32_makes_the_gradient_infinite_and_skips_the_step(factors: tuple[float, ...]) -> None:
+    model, optimizer = managed("fp32", TIGHT)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def overflow(model: nn.Module) -> None:
+        for factor in factors:
+            next(model.parameters()).grad.mul_(factor)
+
+    step(model, optimizer, overflow)
+    assert optimizer.last_skipped
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     release(model)
 
 

@@ -138,7 +138,7 @@ def test_no_tuning_changes_a_bit(packs: int, bits: Bits, tmp_path: Path, monkeyp
             tensors += [drawn(numel, offset, 8, out_kind)] if out_kind else []
             arrays = [as_numpy(each) for each in tensors]
             for those in (tensors, arrays):
-                ps_kernels.adam_step(*those, step=2, lr=0.01, weight_decay=0.1, grad_scale=0.3)
+                ps_kernels.adam_step(*those, step=2, lr=0.01, weight_decay=0.1, grad_scale=-0.3)
                 ps_kernels.sgd_step(those[0], those[1], *those[3:], lr=0.1, momentum_decay=0.9, weight_decay=0.1)
                 ps_kernels.sgd_step(those[0], None, *those[3:], lr=0.1)
                 ps_kernels.accumulate(those[2], those[3], scale=0.25)

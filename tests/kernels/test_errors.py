@@ -61,7 +61,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"step": 10**400}, "step: expected at most 9223372036854775807, found a whole number of 1329 bits"),
     ({"decoupled": "no"}, "decoupled: expected True or False, found 'no'"),
     ({"beta1": 1.0}, "beta1: expected a number in [0, 1), found 1.0"),
-    ({"grad_scale": float("inf")}, "grad_scale: expected a number in [0, inf), found inf"),
+    ({"grad_scale": float("inf")}, "grad_scale: expected a finite number, found inf"),
+    ({"grad_scale": 10**400}, "grad_scale: expected a finite number, found a whole number of 1329 bits"),
+    ({"grad_scale": True}, "grad_scale: expected a finite number, found True"),
     ({"backend": "magic"}, "backend: expected one of cuda, "),
     (
         {"backend": ["numpy"]},

@@ -43,7 +43,7 @@ def test_adam_is_the_reference_bitwise(
     weight_decay: float,
     kind: str,
 ) -> None:
-    numel, scale = 801, 0.37
+    numel, scale = 801, 0.37 if decoupled else -0.37
     p, m, v, g = states(numel, seed=1)
     g = {"float32": g, "bfloat16": as_bf16(g), "float16": g.astype(np.float16)}[kind]
     singles = g.astype(np.float32) if kind != "bfloat16" else (g.astype(np.uint32) << 16).view(np.float32)
@@ -79,11 +79,11 @@ def test_sgd_is_the_reference_bitwise(
 ) -> None:
     p, m, v, g = states(501, seed=2)
     ours, out = [make(x) for x in (p, m, g)], make(np.zeros(501, np.float16))
-    optimizer = _options.SGD(lr=0.3, momentum=momentum, weight_decay=weight_decay)
+    optimizer, scale = _options.SGD(lr=0.3, momentum=momentum, weight_decay=weight_decay), -0.7 if momentum else 0.7
     theirs = [array("f", x.tolist()) for x in (p, m, v)]
     for step in (2, 3):
-        ps_kernels.sgd_step(*ours, out, lr=0.3, momentum_decay=momentum, weight_decay=weight_decay, grad_scale=0.7)
-        theirs = list(optim.step_run(optimizer, step, 0.7, *theirs, array("f", g.tolist())))
+        ps_kernels.sgd_step(*ours, out, lr=0.3, momentum_decay=momentum, weight_decay=weight_decay, grad_scale=scale)
+        theirs = list(optim.step_run(optimizer, step, scale, *theirs, array("f", g.tolist())))
         for mine, other in zip(ours[:2], theirs, strict=False):
             np.testing.assert_array_equal(bits(mine), bits(np.array(other, np.float32)))
     with np.errstate(over="ignore"):

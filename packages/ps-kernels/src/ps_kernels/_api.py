@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from ps_kernels._arrays import (
     View,
     check_count,
     check_dtype,
+    check_factor,
     check_flat,
     check_number,
     check_numbers,
@@ -59,8 +61,10 @@ def adam_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
     check_count("step", step)
     if not isinstance(decoupled, bool):
         refuse_flag("decoupled", decoupled)
-    check_numbers(lr=lr, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
+    check_numbers(lr=lr, eps=eps, weight_decay=weight_decay)
     check_numbers(beta1=beta1, beta2=beta2, below=1.0)
+    if grad_scale.__class__ is not float or not -math.inf < grad_scale < math.inf:  # mostly no call
+        check_factor("grad_scale", grad_scale)
     arguments = AdamArguments(
         step=step,
         lr=float(lr),
@@ -97,7 +101,7 @@ def sgd_step(  # noqa: PLR0913 - one name for each of an optimizer's numbers
     Types are as for :func:`adam_step`. Before the first step the momentum holds zeros.
     """
     scalars = SgdScalars(
-        grad_scale=to_single(check_number("grad_scale", grad_scale)),
+        grad_scale=to_single(check_factor("grad_scale", grad_scale)),
         weight_decay=to_single(check_number("weight_decay", weight_decay)),
         momentum_decay=to_single(check_number("momentum_decay", momentum_decay, below=1.0)),
         lr=to_single(check_number("lr", lr)),

@@ -223,6 +223,13 @@ def check_numbers(*, least: float = 0.0, below: float = math.inf, **values: floa
             check_number(name, value, least=least, below=below)
 
 
+def check_factor(name: str, value: float) -> float:
+    """Return a finite number of either sign; raise for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
+        raise InvalidArgument(f"{name}: expected a finite number, found {shown(value)}")
+    return float(value)
+
+
 def check_label(name: str, value: int) -> int:
     """Return an integer; raise unless it fits into an int64."""
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:

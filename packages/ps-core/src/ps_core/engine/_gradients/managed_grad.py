@@ -14,7 +14,7 @@ results do not depend on where the gradient is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import frexp
+from math import frexp, inf
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _GET_DTYPE = getattr(torch.Tensor, "dtype").__get__  # noqa: B009 - torch's stubs type the property as its value
+_LARGEST = torch.finfo(torch.float32).max
 View = Callable[[torch.Tensor], torch.Tensor]
 
 MEMORY = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory"})
@@ -259,33 +260,41 @@ def _norms(grads: Sequence[torch.Tensor], order: Any = 2, dtype: torch.dtype | N
 
 
 def _multiply(grad: Any, factor: Any) -> Any:
-    if not _is_factor(grad, factor):
+    number = _as_number(factor)
+    if number is None or not _is_whole(grad):
         return NotImplemented
-    grad.scale_by(float(factor))
+    grad.scale_by(number)
     return grad
 
 
 def _divide(grad: Any, divisor: Any) -> Any:
     """Divide by a power of two, whose reciprocal is exact."""
-    if not _is_factor(grad, divisor) or abs(frexp(float(divisor))[0]) != 0.5:
+    number = _as_number(divisor)
+    if number is None or not _is_whole(grad) or abs(frexp(number)[0]) != 0.5:
         return NotImplemented
-    grad.scale_by(1 / float(divisor))
+    grad.scale_by(1 / number)
     return grad
 
 
-def _is_factor(grad: Any, factor: Any) -> bool:
-    """Return True if a whole gradient is to be multiplied by one number."""
-    single = not isinstance(factor, torch.Tensor) or (not isinstance(factor, ManagedGrad) and factor.numel() == 1)
-    return isinstance(grad, ManagedGrad) and grad.is_whole and single
+def _as_number(factor: Any) -> float | None:
+    """Return one number, or None for several, and for a finite one that fp32 cannot hold."""
+    if isinstance(factor, torch.Tensor) and (isinstance(factor, ManagedGrad) or factor.numel() != 1):
+        return None
+    number = float(factor)
+    return None if _LARGEST < abs(number) < inf else number
+
+
+def _is_whole(grad: Any) -> bool:
+    return isinstance(grad, ManagedGrad) and grad.is_whole
 
 
 def _multiply_all(grads: Sequence[ManagedGrad], factor: Any) -> Any:
     """Multiply several gradients. Return nothing: PyTorch takes any other value for a kernel's error."""
-    factors = factor if isinstance(factor, list | tuple) else [factor] * len(grads)
-    if not all(_is_factor(grad, each) for grad, each in zip(grads, factors, strict=True)):
+    numbers = [*map(_as_number, factor)] if isinstance(factor, list | tuple) else [_as_number(factor)] * len(grads)
+    if not all(map(_is_whole, grads)) or None in numbers:
         return NotImplemented
-    for grad, each in zip(grads, factors, strict=True):
-        grad.scale_by(float(each))
+    for grad, number in zip(grads, numbers, strict=True):
+        grad.scale_by(number)  # type: ignore[arg-type]  # there is no None
     return None
 
 

@@ -32,6 +32,7 @@ from ps_core.engine._support.log import warn
 
 SettingsOf = Callable[[ParamState], StepSettings]
 _DEVICE = attrgetter("device")
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class _StepRun(NamedTuple):
@@ -264,11 +265,11 @@ def decide(records: list[ParamState], parts: list[torch.Tensor], max_norm: float
     """Compute the global norm, and return whether to skip the step and the factor for gradients."""
     total, broken = 0.0, list[str]()
     for record, (squares, flag) in zip(records, numbers(parts), strict=True):
-        total += squares * record.factor**2
+        total += squares * record.factor * record.factor
         if flag:
             broken.append(record.name)
     norm = math.sqrt(total) / scale if total >= 0 else math.nan
-    if broken or not math.isfinite(norm):
+    if broken or not norm <= _LARGEST:
         return StepDecision(math.inf if broken else norm, True, 0.0, tuple(broken))
     return StepDecision(norm, False, clip_factor(norm, max_norm) / scale)
 
