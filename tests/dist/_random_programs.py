@@ -320,9 +320,8 @@ class Program:
         self.check()
 
     def _switch(self, make: Callable[[nn.Module], nn.Module | None]) -> None:
-        """Go on from a checkpoint with other models, unless parameters would be in another order in these."""
-        late = any(name in self.settings.frozen for name in self.ever)
-        if late or len(self.here) < len(self.layers) or self.ever != self._trained_now():
+        """Go on from a checkpoint with other models, unless these lack modules, or others are trained."""
+        if len(self.here) < len(self.layers) or self.ever != self._trained_now():
             return
         places = self.saved()
         models = [make(self.model), make(self.single)]
