@@ -42,20 +42,15 @@ class BlockingCollectives:
     """The processor computes, and does collectives too."""
 
     by_stream = False
-    """True if collectives are ordered by events alone, so that no thread waits for one; else `before` and `after` wait
-    for everything.
-    """
+    """True: collectives are ordered by events alone, so that no thread waits for one; else everything waits."""
 
     def __init__(self, device: Device, transfers: Transfers, together: AsyncCollectives) -> None:
         self._device, self._transfers, self._together = device, transfers, together
 
-    def before(self) -> None:
-        """Wait for every queue's work."""
+    def ready(self) -> Sequence[Event]:
+        """Wait for every queue's work; return no events."""
         self._transfers.wait_for_other_queues(Queue.COLL)
         self._transfers.wait_for_other_queues(Queue.CPU)
-
-    def ready(self) -> Sequence[Event]:
-        """Return no events: `before` waited for everything."""
         return ()
 
     def begin(self, session: CollectiveSession, ready: Sequence[Event]) -> BufferCollectives:
@@ -95,9 +90,6 @@ class StreamCollectives:
         """Staging memory on the host tier, for as long as the engine lives; None: no collective is staged."""
         memory = torch.empty(0, dtype=torch.uint8, device="cpu") if self.staging is None else self.staging.memory
         self._copier = DeviceStaging(store.device, memory)
-
-    def before(self) -> None:
-        """Do nothing: the collective stream waits for the events of `ready`."""
 
     def ready(self) -> Sequence[Event]:
         """Return an event of each queue, behind everything launched so far."""

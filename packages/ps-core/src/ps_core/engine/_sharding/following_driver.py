@@ -26,12 +26,12 @@ goes on as one that left the plan. If backward begins in it, all ranks must do t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 
 from ps_core._errors import DeviceOutOfMemory
-from ps_core._extents import SegmentName
 from ps_core._plan import Queue
 from ps_core._units import align_up
 from ps_core.engine._execution.driver_protocols import DriverForRest
@@ -40,14 +40,13 @@ from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._memory.make_room import has_room, make_room
 from ps_core.engine._parameters.errors import compute_tier_too_small
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
-from ps_core.engine._sharding.planned_collectives import LeftOver, queue_for
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
-from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._sharding.submitted_collectives import CollectiveQueue, Submitted
 from ps_core.engine._support.counters import Counters
 
 
 class FollowingDriver:
-    """Drives the rest of a pass; see [Note: leaving a plan with several ranks]."""
+    """Drives a pass, or the rest of one; see [Note: leaving a plan with several ranks]."""
 
     tracked = True
     follows_plan = True
@@ -55,19 +54,24 @@ class FollowingDriver:
 
     def __init__(
         self,
-        left: LeftOver,
+        queue: CollectiveQueue,
+        collectives: Iterable[tuple[bool, ParamGroup]],
         learning: dict[ParamGroup, list[ParamState]],
-        residency: ShardedResidency,
         gradients: ShardedGradients,
         counters: Counters,
+        *,
+        staged: dict[ParamGroup, tuple[Slot, list[ParamState]]] | None = None,
     ) -> None:
-        """``learning``: by group, the parameters whose gradients the collectives sum."""
-        self._collectives, self._staged = deque(left.collectives), left.staged
-        self._learning = learning
-        self._residency, self._gradients, self._counters = residency, gradients, counters
-        self._store = residency.store
-        self._queue = left.queue
-        self._fetched = {group: None for group in residency.groups if 0 in group.weight_chunk.copies}
+        """``collectives``: those that this rank has not submitted, in order; True: a sum, False: a gather.
+
+        ``learning``: by group, the parameters whose gradients they sum. ``staged``: gradients that are there for it,
+        with the slots that hold them.
+        """
+        self._queue, self._collectives = queue, deque(collectives)
+        self._learning, self._staged = learning, staged or {}
+        self._residency, self._gradients, self._counters = queue.residency, gradients, counters
+        self._store = queue.residency.store
+        self._fetched = {group: None for group in queue.residency.groups if 0 in group.weight_chunk.copies}
         """Groups with a gathered copy, least recently used first."""
         self._needed: set[ParamGroup] = set()
         """Groups that the moment reads."""
@@ -126,11 +130,11 @@ class FollowingDriver:
         try:
             if group.weight_chunk.newest(0) is not None:  # the copy that is here may be in use
                 slot = self._take_slot(group.weight_chunk.bytes, f"gather {group.name}")
-                self._queue.gather(group, own, slot.flat(group.dtype, group.chunk_numel)).wait()
+                Submitted(self._queue, group, own, slot.flat(group.dtype, group.chunk_numel)).wait()
                 self._residency.return_slot(slot)
             else:
                 slot, whole = self._take_gather_slot(group)
-                self._queue.gather(group, own, whole).wait()
+                Submitted(self._queue, group, own, whole).wait()
                 group.weight_chunk.fill(slot)
                 self._fetched[group] = None
         finally:
@@ -311,32 +315,3 @@ class FollowingDriver:
         self._residency.evict(group)
         self._fetched.pop(group, None)
         group.forget_moment()
-
-
-class UnplannedDriver(FollowingDriver):
-    """Drives a whole pass that no plan serves; see [Note: passes without a plan]."""
-
-    follows_plan = False
-
-    def __init__(
-        self, residency: ShardedResidency, gradients: ShardedGradients, counters: Counters, *, training: bool
-    ) -> None:
-        segment = SegmentName.MICRO_LAST if training else SegmentName.EVAL
-        learning = {
-            group: records
-            for group in (residency.groups if training else ())
-            if (records := [each for each in group.tensors if each.trainable and each.parameter.requires_grad])
-        }
-        sums_in_order = tuple((True, group) for group in reversed(list(learning)))
-        left = LeftOver(sums_in_order, {}, queue_for(segment, residency))
-        super().__init__(left, learning, residency, gradients, counters)
-
-
-class ReadingDriver(UnplannedDriver):
-    """Drives a pass that begins outside of every module; see [Note: weights that one rank reads]."""
-
-    def __init__(
-        self, residency: ShardedResidency, gradients: ShardedGradients, counters: Counters, for_rest: DriverForRest
-    ) -> None:
-        super().__init__(residency, gradients, counters, training=False)
-        self.for_rest = for_rest

@@ -29,9 +29,10 @@ from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import SlotContents
 from ps_core.engine._sharding.collective_waits import CollectiveWaits
+from ps_core.engine._sharding.following_driver import FollowingDriver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._sharding.submitted_collectives import CollectiveQueue, Submitted
+from ps_core.engine._sharding.submitted_collectives import Submitted, queue_for_pass
 from ps_core.engine._support.counters import Counters
 
 
@@ -45,28 +46,12 @@ class _UnderWay:
     submitted: Submitted
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOver:
-    """What a rank that leaves the plan's moves has of the rest of the segment."""
-
-    collectives: tuple[tuple[bool, ParamGroup], ...]
-    """The plan's collectives that this rank did not submit, in order; True: a sum, False: a gather."""
-    staged: dict[ParamGroup, tuple[Slot, list[ParamState]]]
-    """Gradients that are to be summed over ranks, with the slots that hold them."""
-    queue: CollectiveQueue
-
-
 def collectives_of(plan: EnginePlan, segment: SegmentQueues) -> tuple[tuple[bool, ParamGroup], ...]:
     """Return a segment's collectives in order: True for a sum or False for a gather, and the group."""
     ops = [instr.op for instr in segment.by_queue[Queue.COLL]]
     return tuple(
         (isinstance(op, ReduceScatter), plan.order[op.group]) for op in ops if isinstance(op, Gather | ReduceScatter)
     )
-
-
-def queue_for(segment: SegmentName, residency: ShardedResidency) -> CollectiveQueue:
-    """Return a queue for one pass's collectives. Ranks that do other kinds of passes are told so by it."""
-    return CollectiveQueue(residency, "an evaluation" if segment is SegmentName.EVAL else "a pass with gradients")
 
 
 class RanksExecutor(InstructionExecutor):
@@ -84,7 +69,7 @@ class RanksExecutor(InstructionExecutor):
         counters: Counters,
     ) -> None:
         super().__init__(plan, segment, residency, gradients, counters)
-        self._queue = queue_for(segment.name, residency)
+        self._queue = queue_for_pass(residency, training=segment.name is not SegmentName.EVAL)
         self._under_way: deque[_UnderWay] = deque()
         self._submitted = 0
         """How many collectives of the segment were submitted."""
@@ -183,7 +168,7 @@ class RanksExecutor(InstructionExecutor):
             raise Diverged(f"memory of {group.name} has live aliases")
         group.weight_chunk.invalidate(full)
         own, whole = shard.flat(group.dtype, group.shard_numel), full.flat(group.dtype, group.chunk_numel)
-        self._note(op, self._queue.gather(group, own, whole, instr, self._ready()))
+        self._note(op, Submitted(self._queue, group, own, whole, instr=instr, ready=self._ready()))
 
     def _gather_common(self, group: ParamGroup, instr: Instr, op: Gather) -> None:
         """Wait, with the other ranks, until a group is stepped that all compute from where it is."""
@@ -218,8 +203,8 @@ class RanksExecutor(InstructionExecutor):
         if over:
             self._gradients.mark_weight_overwritten(group)
         into = self._slots[shard].flat(self._gradients.dtype(group), group.shard_numel)
-        scratch_memory = self._slots[scratch].memory
-        self._note(op, self._queue.sum(group, into, whole, scratch_memory, instr, self._ready()))
+        sent = self._slots[scratch].memory
+        self._note(op, Submitted(self._queue, group, into, whole, sent, instr=instr, ready=self._ready()))
 
     def _ready(self) -> Sequence[Event] | None:
         """Return what the collective that is submitted now waits for; None: everything, without a stream."""
@@ -275,8 +260,8 @@ class RanksExecutor(InstructionExecutor):
 
     # The end.
 
-    def hand_over(self) -> LeftOver:
-        """Finish what was submitted, keep what on-demand moves can use, and return what is left of the segment."""
+    def hand_over(self) -> FollowingDriver:
+        """Finish what was submitted, and keep what on-demand moves can use; return what drives the rest of the pass."""
         self.end_all()
         for slot in self._slots.values():
             extent = slot.extent
@@ -291,7 +276,8 @@ class RanksExecutor(InstructionExecutor):
                 self._gradients.accept_sum(group, records, slot)
         with self._residency.moving:
             self.abandon()
-        return LeftOver(collectives_of(self._plan, self._segment)[self._submitted :], staged, self._queue)
+        rest = collectives_of(self._plan, self._segment)[self._submitted :]
+        return FollowingDriver(self._queue, rest, self._plan.learning, self._gradients, self._counters, staged=staged)
 
     def _hand_over_gradients(self) -> dict[ParamGroup, tuple[Slot, list[ParamState]]]:
         """Return the gradients that are to be summed, in slots that hold nothing else."""

@@ -14,7 +14,6 @@ from ps_core.engine._execution.plan_driver import PlanDriver
 from ps_core.engine._execution.segment_queues import PlannedMoment
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._sharding.collective_streams import ORDERED_QUEUES
-from ps_core.engine._sharding.following_driver import FollowingDriver
 from ps_core.engine._sharding.planned_collectives import RanksExecutor
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
@@ -114,5 +113,4 @@ class RanksPlanDriver(PlanDriver):
         self._device.synchronize()
         if self._counters.recorder is not None:
             self._counters.recorder.leave_plan()
-        left = self._executor.hand_over()
-        return FollowingDriver(left, self._plan.learning, self._residency, self._gradients, self._counters)
+        return self._executor.hand_over()

@@ -21,7 +21,7 @@ from torch import nn
 from ps_core._extents import SegmentName
 from ps_core._options import Options
 from ps_core._planner.search import Setup
-from ps_core.engine._execution.driver_protocols import PassDriver
+from ps_core.engine._execution.driver_protocols import DriverForRest, PassDriver
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.module_guards import called_part
@@ -30,13 +30,14 @@ from ps_core.engine._execution.unplanned_passes import READ_OUTSIDE
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.speculative_steps import Stepping
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
-from ps_core.engine._sharding.following_driver import FollowingDriver, ReadingDriver, UnplannedDriver
+from ps_core.engine._sharding.following_driver import FollowingDriver
 from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts
-from ps_core.engine._sharding.planned_collectives import LeftOver, collectives_of, queue_for
+from ps_core.engine._sharding.planned_collectives import collectives_of
 from ps_core.engine._sharding.planned_driver import RanksPlanDriver
 from ps_core.engine._sharding.ranks_plan import RanksPlan
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
+from ps_core.engine._sharding.submitted_collectives import queue_for_pass
 from ps_core.engine._tracing.batch_shape import describe_call, within_a_module
 from ps_core.engine._tracing.pass_recording import PassRecording
 
@@ -124,9 +125,7 @@ class RanksScheduler(PlanScheduler):
         """Choose the plan's driver where the plan serves the pass, else one that needs no plan."""
         if self._batch is None and not backward and not within_a_module():
             self._served = None
-            with self._residency.moving:
-                self._homes.move_down()
-            return ReadingDriver(self._residency, self._gradients, self._engine.counters, self._driver_for_rest)
+            return self._drive_without_plan(training=False, for_rest=self._driver_for_rest)
         return self._choose(training, backward=backward)
 
     def _driver_for_rest(self, training: bool, backward: bool) -> PassDriver:
@@ -153,11 +152,9 @@ class RanksScheduler(PlanScheduler):
             or self._has_gradients_over_weights()
             or (training and self._has_sums_besides(plan))
         ):
-            with self._residency.moving:
-                self._homes.move_down()
             if training:
                 self._gradients.begin_pass()
-            return UnplannedDriver(self._residency, self._gradients, self._engine.counters, training=training)
+            return self._drive_without_plan(training=training)
         free_bytes = self._comparison.take_free_bytes()  # which a rank asked for; all begin the same pass
         if free_bytes and not self._in_force.leave_free(free_bytes):
             self._say("memory ran out, and no plan leaves more free, so the plan stays")
@@ -174,8 +171,26 @@ class RanksScheduler(PlanScheduler):
         if not why:
             return self._replay(plan, segment, tracked=training is self._setup.training and self._is_watched())
         self._engine.counters.diverged(why)
-        left = LeftOver(collectives_of(plan, plan.segments[segment]), {}, queue_for(segment, self._residency))
-        return FollowingDriver(left, plan.learning, self._residency, self._gradients, self._engine.counters)
+        queue = queue_for_pass(self._residency, training=training)
+        collectives = collectives_of(plan, plan.segments[segment])
+        return FollowingDriver(queue, collectives, plan.learning, self._gradients, self._engine.counters)
+
+    def _drive_without_plan(self, *, training: bool, for_rest: DriverForRest | None = None) -> FollowingDriver:
+        """Return the driver of a whole pass that no plan serves; see [Note: passes without a plan]."""
+        with self._residency.moving:
+            self._homes.move_down()
+        learning = {
+            group: records
+            for group in (self._residency.groups if training else ())
+            if (records := [each for each in group.tensors if each.trainable and each.parameter.requires_grad])
+        }
+        queue, sums = (
+            queue_for_pass(self._residency, training=training),
+            [(True, group) for group in reversed(learning)],
+        )
+        driver = FollowingDriver(queue, sums, learning, self._gradients, self._engine.counters)
+        driver.follows_plan, driver.for_rest = False, for_rest
+        return driver
 
     def forget_plan(self) -> None:
         """Drop the plan and the order of collectives, because groups change on all ranks."""

@@ -127,7 +127,6 @@ class ShardedResidency(Residency):
         chunk, valid = group.chunks[group.weight], all(r.contents is SlotContents.WEIGHT for r in group.tensors)
         source = chunk.source()
         if valid and self.ordering.reaches(source):
-            self.ordering.before()
             return source.flat(group.dtype, group.shard_numel), None
         slot = self.take_slot(chunk.bytes)
         own = slot.flat(group.dtype, group.shard_numel)
@@ -139,7 +138,6 @@ class ShardedResidency(Residency):
             assert shard is not None, "this rank's last change is over"
             self.store.device.declare_access(Queue.COMPUTE, f"shard of {group.name}", (), (own,))
             own.copy_(shard.view(group.dtype))
-        self.ordering.before()
         return own, slot
 
     def evict(self, group: ParamGroup) -> bool:

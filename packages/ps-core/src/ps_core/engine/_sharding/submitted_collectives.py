@@ -27,28 +27,26 @@ class Submitted:
         group: ParamGroup,
         shard: torch.Tensor,
         whole: torch.Tensor,
-        scratch: torch.Tensor | None,
-        instr: Instr | None,
-        ready: Sequence[Event] | None,
+        scratch: torch.Tensor | None = None,
+        *,
+        instr: Instr | None = None,
+        ready: Sequence[Event] | None = None,
     ) -> None:
         """``shard``: of this rank, of the weight (gather), or where its part of the sum goes.
 
-        ``whole``: where the group goes, or this rank's gradients. ``scratch``: for what others send to a sum; None: it
-        is a gather. ``instr``: the plan's, if it is carried out. ``ready``: events that it waits for; None: for all
-        that was launched so far.
+        ``whole``: where the group goes, or this rank's gradients, a value for every element. ``scratch``: for what
+        others send to a sum; None: it is a gather. ``instr``: the plan's, if it is carried out. ``ready``: events that
+        it waits for; None: for all that was launched so far.
         """
-        self.group = group
+        self.group, self.gathers = group, scratch is None
         self._ordering, self._recorder, self._instr = queue.ordering, queue.recorder, instr
         self._shard, self._whole, self._scratch = shard, whole, scratch
         self._what = f"{group.name} in {queue.during}" if scratch is None else f"gradients of {group.name}"
         self._ready = self._ordering.ready() if ready is None else ready
+        reads, writes = ((shard,), (whole,)) if scratch is None else ((whole,), (shard, scratch))
+        queue.device.declare_access(Queue.COLL, self._what, reads, writes)
         self._over: Event | None = None
         self._pending = queue.together.start(self._run)
-
-    @property
-    def gathers(self) -> bool:
-        """Return True for a gather, False for a sum."""
-        return self._scratch is None
 
     @property
     def done(self) -> bool:
@@ -90,25 +88,12 @@ class CollectiveQueue:
         """``during``: a kind of pass, by which ranks that do different ones are found and told."""
         self.during = during
         self.ordering, self.together = residency.ordering, residency.together
-        self._residency, self._device = residency, residency.store.device
+        self.residency, self.device = residency, residency.store.device
 
     @property
     def recorder(self) -> WorkRecorder | None:
         """Return what records collectives now; None: nothing does."""
-        return self._residency.transfers.watcher.recorder
-
-    def gather(
-        self,
-        group: ParamGroup,
-        own: torch.Tensor,
-        whole: torch.Tensor,
-        instr: Instr | None = None,
-        ready: Sequence[Event] | None = None,
-    ) -> Submitted:
-        """Submit a gather of a group, of which ``own`` is this rank's shard; ``instr``, ``ready``: see `Submitted`."""
-        self.ordering.before()
-        self._device.declare_access(Queue.COLL, f"gather {group.name}", (own,), (whole,))
-        return Submitted(self, group, own, whole, None, instr, ready)
+        return self.residency.transfers.watcher.recorder
 
     def wait_for_common(
         self, group: ParamGroup, mapped: Slot, instr: Instr | None = None, ready: Sequence[Event] | None = None
@@ -116,21 +101,7 @@ class CollectiveQueue:
         """Submit a wait until all ranks have stepped a group that they map; it counts as the group's gather."""
         whole = mapped.flat(group.dtype, group.chunk_numel)
         own = whole[group.rank * group.shard_numel : (group.rank + 1) * group.shard_numel]
-        return self.gather(group, own, whole, instr, ready)
-
-    def sum(
-        self,
-        group: ParamGroup,
-        into: torch.Tensor,
-        whole: torch.Tensor,
-        scratch: torch.Tensor,
-        instr: Instr | None = None,
-        ready: Sequence[Event] | None = None,
-    ) -> Submitted:
-        """Submit a sum of a group's gradients over ranks; ``whole`` has a value for every element."""
-        self.ordering.before()
-        self._device.declare_access(Queue.COLL, f"gradients of {group.name}", (whole,), (into, scratch))
-        return Submitted(self, group, into, whole, scratch, instr, ready)
+        return Submitted(self, group, own, whole, instr=instr, ready=ready)
 
     def sum_now(
         self,
@@ -150,12 +121,12 @@ class CollectiveQueue:
             direct = gradients.direct_target(group)
             target = direct or take(numel * kind.itemsize)
         except BaseException:
-            self._residency.return_slot(scratch)
+            self.residency.return_slot(scratch)
             raise
-        self.sum(group, target.flat(kind, numel), whole, scratch.memory).wait()
+        Submitted(self, group, target.flat(kind, numel), whole, scratch.memory).wait()
         gradients.accept_sum(group, records, target)
         for each in (scratch,) if direct else (scratch, target):
-            self._residency.return_slot(each)
+            self.residency.return_slot(each)
 
     def fill_gaps(self, group: ParamGroup, records: Collection[ParamState], whole: torch.Tensor) -> None:
         """Write minus zero where this rank has no gradient: it changes no sum, and not the sign of a zero."""
@@ -175,5 +146,10 @@ class CollectiveQueue:
 
     def _fill(self, group: ParamGroup, whole: torch.Tensor, gap: slice) -> None:
         if gap.stop > gap.start:
-            self._device.declare_access(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
+            self.device.declare_access(Queue.COMPUTE, f"no gradient in {group.name}", (), (whole[gap],))
             whole[gap].fill_(-0.0)
+
+
+def queue_for_pass(residency: ShardedResidency, *, training: bool) -> CollectiveQueue:
+    """Return a queue for one pass's collectives. Ranks that do other kinds of passes are told so by it."""
+    return CollectiveQueue(residency, "a pass with gradients" if training else "an evaluation")
