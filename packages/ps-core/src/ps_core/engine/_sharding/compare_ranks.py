@@ -97,7 +97,7 @@ class RankComparison:
         settings_of: SettingsOf,
         max_norm: float | None,
         loss_scale: float,
-        told: Sequence[float] = (),
+        told: Sequence[float],
     ) -> list[list[float]]:
         """Raise `RanksDiverged` unless all ranks noted the same, and step by the same numbers.
 
