@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ps_dist
-from _cuda_cases import Quiet
+from _cuda_cases import Quiet, Reached
 from _fake_cuda import FakeRuntime
 from ps_core import SGD, InvalidInput
 from ps_core.engine import chunked, release
@@ -61,7 +61,10 @@ def spoilt(self: NcclMessages, operation: str, tag: int, peers: Any, into: Tenso
 @contextmanager
 def as_if_each_had_a_card(each: ps_dist.TorchCollectives) -> Iterator[None]:
     before = each._session.nccl
-    with mock.patch.object(_transport, "own_card", return_value=[1.0, float(each.mesh.rank)]):
+    with (
+        mock.patch.object(_transport, "own_card", return_value=[1.0, float(each.mesh.rank)]),
+        mock.patch.object(NcclMessages, "mark", return_value=Reached(reached=True)),
+    ):
         yield
     each._session.nccl = before
 

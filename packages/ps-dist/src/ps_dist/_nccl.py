@@ -72,8 +72,6 @@ class NcclMessages(PeerMessages):
 
     def mark(self) -> Mark:
         """Mark the place that PyTorch's current stream has come to."""
-        if self.device.type != "cuda":
-            return _Complete()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
@@ -116,14 +114,6 @@ class DeviceCollectives:
             begins = self._messages.mark()
             yield
             self._session.thread.note_launch(begins, self._messages.mark())
-
-
-class _Complete:
-    """A mark in a stream whose work is done at once."""
-
-    def query(self) -> bool:
-        """Return True."""
-        return True
 
 
 def _call(operation: Any, buffer: Tensor, peer: int, group: Any, tag: int) -> dist.P2POp:
