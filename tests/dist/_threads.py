@@ -60,15 +60,15 @@ class Meeting:
 
 
 class Pending:
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, future: Future[Any]) -> None:
         self._future = future
 
     @property
     def done(self) -> bool:
         return self._future.done()
 
-    def wait(self) -> None:
-        self._future.result(_PATIENCE_S)
+    def wait(self) -> Any:
+        return self._future.result(_PATIENCE_S)
 
 
 class Session:
@@ -141,9 +141,9 @@ class Together:
             self.began.append(f"{'gather' if submitted.gathers else 'sum'} {submitted.group.name}")
         return Pending(self._thread.submit(self._pass_gate, job))
 
-    def _pass_gate(self, job: Any) -> None:
+    def _pass_gate(self, job: Any) -> Any:
         assert self.gate.wait(_PATIENCE_S)
-        job(self._session)
+        return job(self._session)
 
     def serve(self, answer: Callable[[int, int], Tensor | None]) -> Callable[[int, int], list[Tensor]]:
         servers = self.meeting.servers

@@ -73,19 +73,20 @@ class CountingDevice(TimedDevice):
 class TimedPending:
     """Something that the thread of collectives does."""
 
-    def __init__(self, future: Future[float], runtime: TimedRuntime) -> None:
+    def __init__(self, future: Future[tuple[float, Any]], runtime: TimedRuntime) -> None:
         self._future, self._runtime = future, runtime
 
     @property
     def done(self) -> bool:
         return self.end() <= self._runtime.now_s
 
-    def wait(self) -> None:
+    def wait(self) -> Any:
         self._runtime.host_waits(self.end())
+        return self._future.result()[1]
 
     def end(self) -> float:
         """Wait until it is over, which takes no virtual time; return when it was."""
-        return self._future.result(_PATIENCE_S)
+        return self._future.result(_PATIENCE_S)[0]
 
 
 class TimedSession(Session):
@@ -157,10 +158,10 @@ class TimedTogether(Together):
     def _submit(self, work: Callable[[], object]) -> TimedPending:
         begun, runtime = self.runtime.now_s, self.runtime
 
-        def run() -> float:
+        def run() -> tuple[float, Any]:
             runtime.now_s = max(runtime.now_s, begun)
-            work()
-            return runtime.now_s
+            result = work()
+            return runtime.now_s, result
 
         return TimedPending(self._thread.submit(run), runtime)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Event, Thread
 from time import monotonic
+from typing import Any
 
 _CHECK_S = 0.1
 """Seconds between two checks whether waiting is in vain."""
@@ -18,6 +19,8 @@ class AbandonableCall:
         self._over, self._failure = Event(), ""
         self.error: BaseException | None = None
         """The exception that the call raised; None: none."""
+        self.result: Any = None  # any: of whatever type
+        """What the call returned."""
         try:
             Thread(target=self._run, args=(work,), name="ps_dist abandonable call", daemon=True).start()
         except RuntimeError:  # the interpreter is ending, and starts no more threads
@@ -37,7 +40,7 @@ class AbandonableCall:
 
     def _run(self, work: Callable[[], object]) -> None:
         try:
-            work()
+            self.result = work()
         except BaseException as error:
             self.error, self._failure = error, _in_one_line(error)
         self._over.set()

@@ -109,7 +109,7 @@ class TorchCollectives:
 
     # Jobs.
 
-    def start(self, job: Callable[[CollectiveSession], None]) -> Pending:
+    def start(self, job: Callable[[CollectiveSession], object]) -> Pending:
         """Queue a job for the thread of collectives.
 
         A job calls collectives of its session one after another, and may choose each by the results before. Every
@@ -127,9 +127,8 @@ class TorchCollectives:
         """
         if self._answers is None:
             self._answers = ShardAnswers(os.environ.get("MASTER_ADDR", "localhost"), self._groups.timeout_s)
-            found: list[bytes] = []
             address = self._answers.address
-            self.start(lambda session: found.extend(session.exchange(address, "where questions are answered"))).wait()
+            found = self.start(lambda session: session.exchange(address, "where questions are answered")).wait()
             self._answers.set_addresses([found[rank] for rank in self.mesh.shard_peers])
             self._watchdog.has_ended = lambda rank: refuses(found[rank])
         model = self._answers.add(answer)
@@ -189,16 +188,14 @@ class TorchCollectives:
         return self._make_common if shared else None
 
     def _make_common(self, size_bytes: int) -> CommonMemory | None:
-        found: list[CommonMemory | None] = []
-
-        def make(session: CollectiveSession) -> None:
+        def make(session: CollectiveSession) -> CommonMemory | None:
             exchange = partial(session.exchange, what="making common memory")
             given_up, limit_s = lambda: self._thread.error is not None, self._groups.timeout_s
             with torch.inference_mode(False):  # other threads write to it outside of inference mode
-                found.append(make_common_memory(exchange, self.rank, self.ranks, size_bytes, given_up, limit_s))
+                return make_common_memory(exchange, self.rank, self.ranks, size_bytes, given_up, limit_s)
 
-        self.start(make).wait()
-        return found[0]
+        made: CommonMemory | None = self.start(make).wait()
+        return made
 
     @property
     def card(self) -> int | None:
@@ -245,9 +242,9 @@ class TorchCollectives:
         """
         peers = self.mesh.shard_peers if shards_only else self.mesh.everyone
         mine = torch.tensor(list(values), dtype=torch.float64, device="cpu")
-        found: list[list[float]] = []
         self._check_open("agreement")
-        self.start(lambda session: found.extend(session.gather_rows("agreement", what, mine, peers).tolist())).wait()
+        rows = self.start(lambda session: session.gather_rows("agreement", what, mine, peers)).wait()
+        found: list[list[float]] = rows.tolist()
         return found
 
     def all_reduce_sum(self, value: float) -> float:

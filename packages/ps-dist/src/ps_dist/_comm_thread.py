@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -36,25 +36,31 @@ class Pending:
         """Number of threads that PyTorch's operators use on the thread that submitted."""
         self._over = Event()
         self._error: RanksDiverged | None = None
+        self._result: Any = None
 
     @property
     def done(self) -> bool:
         """Return True once `wait` returns (or raises) at once."""
         return self._over.is_set()
 
-    def wait(self) -> None:
-        """Wait until the result may be read and the buffers reused; raise `RanksDiverged` if that will never be."""
+    # Any: what the work returned.
+    def wait(self) -> Any:
+        """Wait until buffers may be read and reused; raise `RanksDiverged` if that will never be.
+
+        Return what the job returned.
+        """
         while not self._over.wait(_CHECK_S):
             self._thread.check_wait()
         if self._error is not None:
             raise RanksDiverged(str(self._error)) from self._error
+        return self._result
 
     def run(self) -> None:
         """Run the work; the thread of collectives calls this."""
         assert self._work is not None, "it runs once"
         if torch.get_num_threads() != self._threads:  # each thread has a number of its own
             torch.set_num_threads(self._threads)
-        self._work()
+        self._result = self._work()
 
     def finish(self, error: RanksDiverged | None = None) -> None:
         """End all waits with this result; a second result is ignored."""

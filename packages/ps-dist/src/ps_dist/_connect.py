@@ -168,11 +168,10 @@ def _found_in_time(
         raise InvalidInput(
             f"not started by torchrun: {', '.join(missing)} not set; run torchrun --nproc-per-node=N your_program.py"
         )
-    found: list[_Found] = []
     impossible = _why_impossible(transport)
     shown = f"{transport}" if impossible is None else f"{transport} ({impossible})"
 
-    def find() -> None:
+    def find() -> _Found:
         deadline_s = monotonic() + timeout_s
         store, rank, ranks = _store(timeout_s) if owned else _store_of_group()
         if owned:
@@ -189,7 +188,7 @@ def _found_in_time(
         left_s = max(deadline_s - monotonic(), 0.0)
         roster = find_ranks(PrefixStore("ps_dist/roster", store), facts, rank=rank, ranks=ranks, timeout_s=left_s)
         mesh = Mesh(rank, ranks, replicate)  # only now, as all ranks: they have told each other the same numbers
-        found.append(_Found(store, PrefixStore(f"ps_dist/joined/{roster.call}", own), mesh, roster))
+        return _Found(store, PrefixStore(f"ps_dist/joined/{roster.call}", own), mesh, roster)
 
     call = AbandonableCall(find)
     late = call.wait(timeout_s + _GRACE_S)
@@ -202,7 +201,8 @@ def _found_in_time(
             f"transport={transport!r}: {impossible}; leave it out: memory of CUDA devices then goes by way of the "
             "host's"
         )
-    return found[0]
+    found: _Found = call.result
+    return found
 
 
 def _versions() -> dict[str, str]:
@@ -275,9 +275,8 @@ def _connect_all(
     found: _Found, thread: CommThread, watchdog: Watchdog, timeouts: Timeouts, *, owned: bool, shares: bool
 ) -> tuple[ProcessGroups, Sharing]:
     """Connect the processes while the watchdog runs, which finds a rank that is lost meanwhile."""
-    made: list[tuple[ProcessGroups, Sharing]] = []
 
-    def connect_all() -> None:
+    def connect_all() -> tuple[ProcessGroups, Sharing]:
         thread.enter(HistoryEntry(0, "connecting the processes", "0" * 16))
         if owned:
             _initialise(found, timeouts)
@@ -288,10 +287,10 @@ def _connect_all(
             sharing = share_memory(
                 control, computers, found.mesh.rank, lambda: thread.error is not None, timeouts.timeout_s
             )
-        made.append((groups, sharing))
+        return groups, sharing
 
     try:
-        thread.submit(connect_all).wait()
+        made: tuple[ProcessGroups, Sharing] = thread.submit(connect_all).wait()
     except BaseException:
         ended = thread.close(waits=False)
         watchdog.close(describe_exception(sys.exc_info()[1]) if thread.error is None else "")
@@ -299,7 +298,7 @@ def _connect_all(
             # The thread ends when the store ends with its process, which must not happen while this process exits.
             thread.wait_cut()
         raise
-    return made[0]
+    return made
 
 
 def _initialise(found: _Found, timeouts: Timeouts) -> None:

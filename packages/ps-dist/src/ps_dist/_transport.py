@@ -67,46 +67,39 @@ class TransportChoice:
 
     def _try(self, joined: TorchCollectives, device: torch.device) -> str | None:
         """Use NCCL if it works on all ranks; else return why not, the same text on each. See [Note: a trial]."""
-        made: list[NcclMessages] = []
-        reports: list[str] = []
         try:
-            joined.start(partial(self._run_trial, joined, device, made, reports)).wait()
+            messages, reports = joined.start(partial(self._run_trial, joined, device)).wait()
         except BaseException:
             self._groups.abort_nccl()
             raise
         if any(reports):
             self._groups.abort_nccl()
             return f"NCCL failed on {failed_ranks(reports)} (NCCL_DEBUG=INFO tells more)"
-        joined.use_nccl(made[0])
+        joined.use_nccl(messages)
         return None
 
     def _run_trial(
-        self,
-        joined: TorchCollectives,
-        device: torch.device,
-        made: list[NcclMessages],
-        reports: list[str],
-        session: CollectiveSession,
-    ) -> None:
-        """Fill ``reports`` with what went wrong on each rank, and ``made`` where nothing did."""
+        self, joined: TorchCollectives, device: torch.device, session: CollectiveSession
+    ) -> tuple[NcclMessages | None, list[str]]:
+        """Return messages that were tried, and what went wrong on each rank."""
         tag = session.enter("connecting the cards")
         mark = f"cards/{tag}"
-        call = AbandonableCall(partial(self._connect, joined, device, tag, made))
+        call = AbandonableCall(partial(self._connect, joined, device, tag))
         failure = call.wait(self._deadline_s, lambda: session.error or self._marked(mark))
         if session.error:
-            return
+            return None, []
         if call.error is not None:  # a rank that waits too long does so with all others
             self._store.set(mark, "")
         rows = session.exchange(failure.encode()[:_SHOWN_BYTES].ljust(_SHOWN_BYTES), "how connecting the cards went")
-        reports += [row.decode(errors="replace").strip() for row in rows]
+        return call.result, [row.decode(errors="replace").strip() for row in rows]
 
-    def _connect(self, joined: TorchCollectives, device: torch.device, tag: int, made: list[NcclMessages]) -> None:
+    def _connect(self, joined: TorchCollectives, device: torch.device, tag: int) -> NcclMessages:
         group = self._groups.connect_nccl()  # before anything may fail here alone: torch numbers groups
         if device.type == "cuda":
             torch.cuda.set_device(device)  # this thread's
         messages = joined.nccl_messages(group, device)
         messages.warm_up(tag)
-        made.append(messages)
+        return messages
 
     def _marked(self, mark: str) -> str:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -38,8 +38,9 @@ class Pending(Protocol):
     def done(self) -> bool:
         """Return True if `wait` returns, or raises, at once."""
 
-    def wait(self) -> None:
-        """Wait until its result may be read and its buffers reused."""
+    # Any: see `AsyncCollectives.start`.
+    def wait(self) -> Any:
+        """Wait until its buffers may be read and reused; return what its job returned."""
 
 
 class BufferCollectives(Protocol):
@@ -76,7 +77,7 @@ class AsyncCollectives(Ranks, Collectives[torch.Tensor], Protocol):
     def processes(self) -> int:
         """Return the number of all processes that do the same things, copies of the model included."""
 
-    def start(self, job: Callable[[CollectiveSession], None]) -> Pending:
+    def start(self, job: Callable[[CollectiveSession], object]) -> Pending:
         """Run a job on the communication thread, after all jobs started before."""
 
     def serve(self, answer: Callable[[int, int], torch.Tensor | None]) -> Callable[[int, int], list[torch.Tensor]]:

@@ -36,8 +36,7 @@ def exchange_texts(together: AsyncCollectives, text: str, what: str) -> list[str
     """Return the texts of all ranks, in order of rank."""
     mine = text.encode()
     sizes = [int(row[0]) for row in together.all_values([float(len(mine))], f"the size of {what}")]
-    found: list[bytes] = []
-    together.start(lambda session: found.extend(session.exchange(mine.ljust(max(sizes), b"\0"), what))).wait()
+    found = together.start(lambda session: session.exchange(mine.ljust(max(sizes), b"\0"), what)).wait()
     return [each[:size].decode() for each, size in zip(found, sizes, strict=True)]
 
 
