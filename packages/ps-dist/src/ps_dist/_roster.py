@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from time import monotonic, sleep
-from typing import Any, NoReturn
+from typing import Any
 
 from ps_core._errors import RanksDiverged
 from ps_dist._error_text import name_ranks
@@ -56,7 +56,6 @@ class _Looks:
     """Pauses between looks into the store, until a deadline."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
         self._deadline, self._pause_s = monotonic() + timeout_s, _FIRST_LOOK_S
 
     def again(self) -> bool:
@@ -100,18 +99,22 @@ class _Caller:
     def find(self) -> Roster:
         """Call, collect the answers, and publish the roster."""
         self._store.set(_CALL, self._number)
+        self._listen()
         looks, late = _Looks(self._timeout_s), False
-        while self._missing():
+        while self._missing() and _difference(0, self._rows) is None and not late:
+            late = not looks.again()
             self._listen()
-            if _difference(0, self._rows) is not None:
-                self._raise_difference()
-            if self._missing() and late:
-                self._publish()
-                self._stay(_Looks(_STAY_S))
-                raise RanksDiverged(_late(0, self._ranks, self._missing(), self._timeout_s))
-            late = bool(self._missing()) and not looks.again()
         self._publish()
-        return _roster(self._number, self._rows)
+        error = _fault(0, self._ranks, self._rows, self._timeout_s)
+        if error is None:
+            return _roster(self._number, self._rows)
+        looks = _Looks(_STAY_S)
+        while self._missing() and _difference(0, self._rows) is not None and looks.again():
+            self._listen()  # to tell ranks that come soon, too
+            self._publish()
+        while int(self._store.add(f"heard/{self._number}", 0)) < len(self._rows) - 1 and looks.again():
+            pass  # the store may end with this process
+        raise RanksDiverged(error)
 
     def _missing(self) -> list[int]:
         return _missing(self._ranks, self._rows)
@@ -130,21 +133,6 @@ class _Caller:
     def _publish(self) -> None:
         rows = {rank: asdict(row) for rank, row in sorted(self._rows.items())}
         self._store.set(f"roster/{self._number}", json.dumps(rows))
-
-    def _raise_difference(self) -> NoReturn:
-        """Tell the ranks that are here, and those that come soon, what differs; then raise it."""
-        self._publish()
-        looks = _Looks(_STAY_S)
-        while self._missing() and looks.again():
-            self._listen()
-            self._publish()
-        self._stay(looks)
-        raise RanksDiverged(str(_difference(0, self._rows)))
-
-    def _stay(self, looks: _Looks) -> None:
-        """Wait until every rank that is here has read the roster: the store may end with this process."""
-        while int(self._store.add(f"heard/{self._number}", 0)) < len(self._rows) - 1 and looks.again():
-            pass
 
 
 class _Answerer:
@@ -194,9 +182,7 @@ class _Answerer:
 
     def _checked(self, rows: Mapping[int, _Row]) -> Roster:
         """Return the roster; raise `RanksDiverged` if ranks are missing or differ."""
-        error, missing = _difference(self._rank, rows), _missing(self._ranks, rows)
-        if error is None and missing:
-            error = _late(self._rank, self._ranks, missing, self._timeout_s)
+        error = _fault(self._rank, self._ranks, rows, self._timeout_s)
         if error is not None:
             self._store.add(f"heard/{self._answered}", 1)
             raise RanksDiverged(error)
@@ -237,6 +223,12 @@ def _difference(rank: int, rows: Mapping[int, _Row]) -> str | None:
                     f"{row.facts.get(name)}; install and start the same everywhere"
                 )
     return None
+
+
+def _fault(rank: int, ranks: int, rows: Mapping[int, _Row], timeout_s: float) -> str | None:
+    """Say what differs between ranks, or else which are missing, as ``rank`` tells it; None: neither."""
+    missing = _missing(ranks, rows)
+    return _difference(rank, rows) or (_late(rank, ranks, missing, timeout_s) if missing else None)
 
 
 def _late(rank: int, ranks: int, missing: list[int], timeout_s: float) -> str:

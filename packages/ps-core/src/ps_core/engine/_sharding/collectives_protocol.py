@@ -73,10 +73,6 @@ class AsyncCollectives(Ranks, Collectives[torch.Tensor], Protocol):
     def local_ranks(self) -> int:
         """Return the number of processes on this computer."""
 
-    @property
-    def processes(self) -> int:
-        """Return the number of all processes that do the same things, copies of the model included."""
-
     def start(self, job: Callable[[CollectiveSession], object]) -> Pending:
         """Run a job on the communication thread, after all jobs started before."""
 
