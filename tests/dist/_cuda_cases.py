@@ -29,7 +29,7 @@ from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._sharding import collective_streams as beside
-from ps_core.engine._sharding.collective_waits import CollectiveWaits
+from ps_core.engine._sharding.collective_streams import CollectiveWaits
 from ps_dist._nccl import NcclMessages
 
 STEPS = 2

@@ -19,7 +19,7 @@ from _threads import Together, run
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
-from ps_core.engine._sharding.collective_waits import CollectiveWaits
+from ps_core.engine._sharding.collective_streams import CollectiveWaits
 
 WIDTH, LAYERS, STEPS = 40, 6, 4
 

@@ -186,13 +186,6 @@ class Decides:
         self.asked.append(f"reach {where}{why_by_host and ': '}{why_by_host}")
         return "a slow way"
 
-    def all_gather(self, *buffers: Any) -> None: ...
-    def reduce_scatter(self, *buffers: Any) -> None: ...
-    def all_reduce_sum(self, value: float) -> float: ...  # type: ignore[empty-body]
-    def all_reduce_max(self, value: float) -> float: ...  # type: ignore[empty-body]
-    def barrier(self) -> None: ...
-    def close(self) -> None: ...
-
 
 class Asked(Exception):
     """How much memory is free."""

@@ -7,6 +7,8 @@ from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
+from ps_dist._error_text import describe_exception
+
 _CHECK_S = 0.1
 """Seconds between two checks whether waiting is in vain."""
 
@@ -42,12 +44,5 @@ class AbandonableCall:
         try:
             self.result = work()
         except BaseException as error:
-            self.error, self._failure = error, _in_one_line(error)
+            self.error, self._failure = error, describe_exception(error)
         self._over.set()
-
-
-def _in_one_line(error: BaseException) -> str:
-    """Return the type and the text of an exception; NCCL's own words are last, where PyTorch has any."""
-    first, _, last = str(error).partition("Last error:")
-    lines = [(part.strip().splitlines() or [""])[0] for part in (first, last)]
-    return ": ".join([type(error).__name__, *filter(None, lines)])

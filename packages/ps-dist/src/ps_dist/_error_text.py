@@ -15,13 +15,17 @@ def first_line(error: BaseException) -> str:
 
 
 def describe_exception(error: BaseException | None) -> str:
-    """Return an exception's name and first line; empty for None and for an exit that is no failure."""
+    """Return an exception's name and first line; empty for None and for an exit that is no failure.
+
+    NCCL's own words are last, where PyTorch has any.
+    """
     if error is None or isinstance(error, GeneratorExit):
         return ""
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return ""
-    first = (str(error).splitlines() or [""])[0][:_MOST_CHARACTERS]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    first, _, last = str(error).partition("Last error:")
+    lines = [(part.strip().splitlines() or [""])[0][:_MOST_CHARACTERS] for part in (first, last)]
+    return ": ".join([type(error).__name__, *filter(None, lines)])
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ from ps_core.engine._execution.segment_queues import PlannedMoment, SegmentQueue
 from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.state_transitions import SlotContents
-from ps_core.engine._sharding.collective_waits import CollectiveWaits
+from ps_core.engine._sharding.collective_streams import CollectiveWaits
 from ps_core.engine._sharding.following_driver import FollowingDriver
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
