@@ -87,32 +87,6 @@ class _Launched:
     """Time since when it waits for other ranks; None: the device still does earlier work of this rank."""
 
 
-class _LaunchedCollectives:
-    """One process's launched collectives, in order; several threads look at them."""
-
-    def __init__(self, clock: AwakeClock) -> None:
-        self._clock, self._lock = clock, Lock()
-        self._open: deque[_Launched] = deque()
-
-    def add(self, entry: HistoryEntry, begins: Mark, ends: Mark) -> None:
-        """Note a collective between two marks of its stream."""
-        self.oldest()  # drops what is complete
-        with self._lock:
-            self._open.append(_Launched(entry, begins, ends))
-
-    def oldest(self) -> _Launched | None:
-        """Return the first collective that is not complete; None: all are."""
-        with self._lock:
-            while self._open and _is_over(self._open[0].ends):
-                self._open.popleft()
-            if not self._open:
-                return None
-            first = self._open[0]
-            if first.begun_at_s is None and _is_over(first.begins):
-                first.begun_at_s = self._clock()
-            return first
-
-
 class CommThread:
     """The thread and its queue.
 
@@ -125,7 +99,8 @@ class CommThread:
         self._open: dict[Pending, None] = {}
         self._lock = Lock()
         self._current: tuple[HistoryEntry, float] | None = None
-        self._launched = _LaunchedCollectives(clock)
+        self._launched: deque[_Launched] = deque()
+        """What devices carry out, in order; several threads look at it, with the lock."""
         self.error: RanksDiverged | None = None
         """Why nothing runs any more, in the words that all ranks are told."""
         self.failure: Failure | None = None
@@ -152,7 +127,7 @@ class CommThread:
 
         The device carries out what was launched, in order; this thread does the others.
         """
-        launched = self._launched.oldest()
+        launched = self._oldest_launched()
         if launched is not None and launched.begun_at_s is not None:
             return launched.entry, self.clock() - launched.begun_at_s
         current = self._current
@@ -164,7 +139,7 @@ class CommThread:
 
         Connections that break do not tell then that a rank has ended.
         """
-        launched = self._launched.oldest()
+        launched = self._oldest_launched()
         return launched is not None and launched.begun_at_s is not None
 
     def reached(self, last: HistoryEntry) -> tuple[int, str]:
@@ -172,7 +147,7 @@ class CommThread:
 
         ``last``: the latest entry of the history. A device may not have come to what was launched on it.
         """
-        launched = self._launched.oldest()
+        launched = self._oldest_launched()
         if launched is not None and launched.begun_at_s is None:
             return launched.entry.number - 1, ""
         current = self.current
@@ -185,7 +160,21 @@ class CommThread:
     def note_launch(self, begins: Mark, ends: Mark) -> None:
         """Note that a device carries out the running collective between these marks; called by the thread itself."""
         assert self._current is not None, "it was entered"
-        self._launched.add(self._current[0], begins, ends)
+        self._oldest_launched()  # drops what is complete
+        with self._lock:
+            self._launched.append(_Launched(self._current[0], begins, ends))
+
+    def _oldest_launched(self) -> _Launched | None:
+        """Return the first launched collective that is not complete; None: all are."""
+        with self._lock:
+            while self._launched and _is_over(self._launched[0].ends):
+                self._launched.popleft()
+            if not self._launched:
+                return None
+            first = self._launched[0]
+            if first.begun_at_s is None and _is_over(first.begins):
+                first.begun_at_s = self.clock()
+            return first
 
     def fail(self, error: RanksDiverged) -> None:
         """End every wait, now and later, with this error, unless another one came first."""
@@ -225,7 +214,7 @@ class CommThread:
         """Wait for the next job; None: there are no more."""
         while True:
             try:
-                return self._queue.get(timeout=None if self._launched.oldest() is None else _CHECK_S)
+                return self._queue.get(timeout=None if self._oldest_launched() is None else _CHECK_S)
             except Empty:  # the training thread may be waiting for the device, so nobody else checks
                 self.check_wait()
 

@@ -17,7 +17,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import torch
@@ -154,25 +154,21 @@ class PeerListener:
         self, addresses: Mapping[int, bytes], give_up: Callable[[], bool], limit_s: float
     ) -> list[PeerConnection]:
         """Connect with every other rank; raise `OSError` if that fails, takes too long or ``give_up`` returns True."""
-        unix_sockets: list[socket.socket] = []
-        try:
-            found = []
+        found = []
+        with ExitStack() as opened:
             for peer in sorted(addresses):
                 if peer < self._rank:
-                    unix_sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                    unix_sockets[-1].settimeout(limit_s)
-                    unix_sockets[-1].connect(b"\0ps_dist " + addresses[peer].hex().encode())
+                    unix_socket = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    unix_socket.settimeout(limit_s)
+                    unix_socket.connect(b"\0ps_dist " + addresses[peer].hex().encode())
                 else:
                     _wait_for(self._socket, give_up, limit_s)
-                    unix_sockets.append(self._socket.accept()[0])
-                self._send_heap(unix_sockets[-1])
-                found.append(self._receive_heap(unix_sockets[-1], give_up, limit_s))
+                    unix_socket = opened.enter_context(self._socket.accept()[0])
+                self._send_heap(unix_socket)
+                found.append(self._receive_heap(unix_socket, give_up, limit_s))
             if {each.peer for each in found} != set(addresses):
                 raise OSError(f"expected ranks {sorted(addresses)}, found {sorted(each.peer for each in found)}")
-        except BaseException:
-            for unix_socket in unix_sockets:
-                unix_socket.close()
-            raise
+            opened.pop_all()
         return found
 
     def close(self) -> None:

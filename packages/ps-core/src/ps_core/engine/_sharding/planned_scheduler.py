@@ -12,6 +12,7 @@ every 64th.
 
 from __future__ import annotations
 
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -125,14 +126,11 @@ class RanksScheduler(PlanScheduler):
         """Choose the plan's driver where the plan serves the pass, else one that needs no plan."""
         if self._batch is None and not backward and not within_a_module():
             self._served = None
-            return self._drive_without_plan(training=False, for_rest=self._driver_for_rest)
-        return self._choose(training, backward=backward)
+            for_rest = partial(self._choose, why="weights were read outside of the model before it")
+            return self._drive_without_plan(training=False, for_rest=for_rest)
+        return self._choose(training, backward)
 
-    def _driver_for_rest(self, training: bool, backward: bool) -> PassDriver:
-        """Choose the driver for what follows weights that were read outside of the model."""
-        return self._choose(training, backward=backward, why="weights were read outside of the model before it")
-
-    def _choose(self, training: bool, *, backward: bool, why: str = "") -> PassDriver:
+    def _choose(self, training: bool, backward: bool, why: str = "") -> PassDriver:
         """Choose the driver of a pass; ``why``: the reason if this rank cannot go by the plan.
 
         Whether a pass goes by the plan is decided by what is the same on all ranks.
