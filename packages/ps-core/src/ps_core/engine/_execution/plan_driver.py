@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
 
 from ps_core._extents import SegmentName
 from ps_core._plan import Instr, Queue, Reserve
@@ -35,6 +34,7 @@ class PlanDriver:
 
     follows_plan = True
     for_rest = None
+    _executor_class: type[InstructionExecutor] = InstructionExecutor
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PlanDriver:
         self._segment, self._taken = plan.segments[segment], plan.recording.activations.taken
         self._residency, self._counters = residency, counters
         self._store, self._device = residency.store, residency.store.device
-        self._executor = self._make_executor(plan, self._segment, residency, gradients, counters)
+        self._executor = self._executor_class(plan, self._segment, residency, gradients, counters)
         self.place_gradient = self._executor.place_gradient
         """Puts a gradient where the plan has room for it; returns False if it has none."""
         self._begun = 0
@@ -79,10 +79,6 @@ class PlanDriver:
             self._store.arena.return_pages(plan.arena_end)
         if counters.recorder is not None:
             counters.recorder.follow(plan, segment)
-
-    def _make_executor(self, *parts: Any) -> InstructionExecutor:
-        """Return what carries out the segment's instructions; any: see `InstructionExecutor`."""
-        return InstructionExecutor(*parts)
 
     def _uses(self, worker: Worker) -> bool:
         """Return True if a worker's thread has work in this segment, or is still busy with earlier segments."""

@@ -128,14 +128,9 @@ class RanksExecutor(InstructionExecutor):
         """Do nothing: a slot for gradients of a gathered group is told apart by `SlotUse.gains`."""
 
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:
-        """Put a gradient into its group's slot; a second one of the same pass is added to the first."""
+        """Put a gradient into its group's slot; raise `Diverged` for one that the plan does not have."""
         group, staged = record.group, self._staged.get(record.group)
-        if staged is not None and record in staged[1]:
-            target = record.shaped(staged[0].memory.view(record.dtype))
-            self._device.declare_access(Queue.COMPUTE, f"gradient of {record.name}", (target,), (target,))
-            target.add_(gradient)
-            return True
-        if staged is None or record not in self._plan.learning[group]:
+        if staged is None or record in staged[1] or record not in self._plan.learning[group]:
             raise Diverged(f"a gradient of {record.name}, for which the plan has no place")
         if group not in self._plan.overwritten:
             super().place_gradient(record, gradient)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ps_core._extents import SegmentName
@@ -23,6 +21,7 @@ from ps_core.engine._support.counters import Counters
 class RanksPlanDriver(PlanDriver):
     """Drives one rank's pass, or step, by one segment of the plan."""
 
+    _executor_class = RanksExecutor
     _residency: ShardedResidency
     _executor: RanksExecutor
 
@@ -36,7 +35,7 @@ class RanksPlanDriver(PlanDriver):
         *,
         tracked: bool = False,
     ) -> None:
-        self._plan, self._gradients = plan, gradients
+        self._plan = plan
         self._touched: set[int] = set()
         """Groups that this rank used in forward."""
         super().__init__(plan, segment, residency, gradients, counters, tracked=tracked)
@@ -103,10 +102,6 @@ class RanksPlanDriver(PlanDriver):
                 self._pass_over(moment.name)
         super().finish()
         self._executor.end_all()
-
-    # Any: see `InstructionExecutor`.
-    def _make_executor(self, *parts: Any) -> RanksExecutor:
-        return RanksExecutor(*parts)
 
     def abandon(self) -> PassDriver:
         """Leave the plan's moves; return what goes on with its collectives."""
