@@ -50,7 +50,6 @@ class FollowingDriver:
 
     tracked = True
     follows_plan = True
-    for_rest: DriverForRest | None = None
 
     def __init__(
         self,
@@ -61,13 +60,14 @@ class FollowingDriver:
         counters: Counters,
         *,
         staged: dict[ParamGroup, tuple[Slot, list[ParamState]]] | None = None,
+        for_rest: DriverForRest | None = None,
     ) -> None:
         """``collectives``: those that this rank has not submitted, in order; True: a sum, False: a gather.
 
         ``learning``: by group, the parameters whose gradients they sum. ``staged``: gradients that are there for it,
-        with the slots that hold them.
+        with the slots that hold them. ``for_rest``: see `PassDriver`.
         """
-        self._queue, self._collectives = queue, deque(collectives)
+        self._queue, self._collectives, self.for_rest = queue, deque(collectives), for_rest
         self._learning, self._staged = learning, staged or {}
         self._residency, self._gradients, self._counters = queue.residency, gradients, counters
         self._store = queue.residency.store
@@ -315,3 +315,9 @@ class FollowingDriver:
         self._residency.evict(group)
         self._fetched.pop(group, None)
         group.forget_moment()
+
+
+class UnplannedDriver(FollowingDriver):
+    """Drives a whole pass that no plan serves; see [Note: passes without a plan]."""
+
+    follows_plan = False

@@ -31,7 +31,7 @@ from ps_core.engine._execution.unplanned_passes import READ_OUTSIDE
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._optim.speculative_steps import Stepping
 from ps_core.engine._parameters.state_transitions import GradientPlace, SlotContents
-from ps_core.engine._sharding.following_driver import FollowingDriver
+from ps_core.engine._sharding.following_driver import FollowingDriver, UnplannedDriver
 from ps_core.engine._sharding.plan_agreement import RanksPlanRequest, exchange_texts
 from ps_core.engine._sharding.planned_collectives import collectives_of
 from ps_core.engine._sharding.planned_driver import RanksPlanDriver
@@ -186,9 +186,8 @@ class RanksScheduler(PlanScheduler):
             queue_for_pass(self._residency, training=training),
             [(True, group) for group in reversed(learning)],
         )
-        driver = FollowingDriver(queue, sums, learning, self._gradients, self._engine.counters)
-        driver.follows_plan, driver.for_rest = False, for_rest
-        return driver
+        counters = self._engine.counters
+        return UnplannedDriver(queue, sums, learning, self._gradients, counters, for_rest=for_rest)
 
     def forget_plan(self) -> None:
         """Drop the plan and the order of collectives, because groups change on all ranks."""

@@ -96,6 +96,10 @@ class ShardedGradients(GradientStore):
         self.passes += 1
         self.complete = False
 
+    def mark_complete(self) -> None:
+        """Note that what was left over is summed on all ranks."""
+        self.complete = True
+
     def end_step(self) -> None:
         """Note that a step is over."""
         self.given, self.passes, self.complete = 0, 0, True

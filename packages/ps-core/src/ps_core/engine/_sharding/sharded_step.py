@@ -104,7 +104,7 @@ class ShardedStepper(OnDemandStepper):
         if any(row[0] for row in rows):
             self._sum_left_over(records)
         self._forget_what_nobody_gave(records, given)
-        self._gradients.complete = True
+        self._gradients.mark_complete()
 
     def _sum_left_over(self, records: Sequence[ParamState]) -> None:
         mine = [(number, record.index) for number, record in self._gradients.left_over]
