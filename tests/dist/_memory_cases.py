@@ -133,7 +133,7 @@ def fills(each: ps_dist.TorchCollectives, size: int) -> int:
 
 
 def maps_no_weights(each: ps_dist.TorchCollectives, at_rank: int) -> tuple[bool, bool]:
-    """Train where one rank cannot make the file; return whether weights are mapped, and whether they changed."""
+    """Train where one rank cannot map the file; return whether weights are mapped, and whether they changed."""
 
     def refuse(*args: Any) -> None:
         raise OSError(1, "Operation not permitted")
@@ -141,7 +141,7 @@ def maps_no_weights(each: ps_dist.TorchCollectives, at_rank: int) -> tuple[bool,
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         if each.process == at_rank:
-            patch.setattr("os.memfd_create", refuse)
+            patch.setattr("ps_dist._share_memory.CommonMemory", refuse)
         model, optimizer = chunked(nn.Linear(64, 64), AdamW(), precision="fp32", collectives=each)
     assert optimizer is not None
     before = [value.clone() for value in model.state_dict().values()]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from time import sleep
 from typing import Any
 
 import pytest
@@ -142,6 +143,27 @@ def test_versions_follow_each_other(ranks: Ranks) -> None:
             shard.fill_(-1)
 
     ranks.run(work)
+
+
+def test_a_file_of_rank_0_reaches_every_rank(ranks: Ranks) -> None:
+    """The others take it in while they wait for bytes that come later."""
+
+    def work(rank: int) -> bytes:
+        messages = ranks.messages[rank]
+        if rank == 0:
+            file = os.memfd_create("test")
+            os.write(file, b"bytes")
+            messages.share_file(file)
+            sleep(0.1)
+        numbers = torch.empty(ranks.ranks, dtype=torch.uint8)
+        messages.gather("all_gather", 1, range(ranks.ranks), numbers, torch.tensor([rank], dtype=torch.uint8))
+        if rank:
+            file = messages.share_file(-1)
+        found = os.pread(file, 9, 0)
+        os.close(file)
+        return found
+
+    assert ranks.run(work) == [b"bytes"] * ranks.ranks
 
 
 @pytest.mark.parametrize("shared", [True, False])

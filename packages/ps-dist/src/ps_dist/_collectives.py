@@ -184,18 +184,17 @@ class TorchCollectives:
     @property
     def common_memory(self) -> Callable[[int], CommonMemory | None] | None:
         """Makes memory of so many bytes that all ranks map, where every rank asks for it; None: ranks share none."""
-        shared = isinstance(self._messages, SharedMessages) and self.ranks == self.processes
-        return self._make_common if shared else None
+        messages = self._messages
+        if not isinstance(messages, SharedMessages) or self.ranks < self.processes:
+            return None
+        return lambda size_bytes: self.start(partial(self._make_common, messages, size_bytes)).wait()
 
-    def _make_common(self, size_bytes: int) -> CommonMemory | None:
-        def make(session: CollectiveSession) -> CommonMemory | None:
-            exchange = partial(session.exchange, what="making common memory")
-            given_up, limit_s = lambda: self._thread.error is not None, self._groups.timeout_s
-            with torch.inference_mode(False):  # other threads write to it outside of inference mode
-                return make_common_memory(exchange, self.rank, self.ranks, size_bytes, given_up, limit_s)
-
-        made: CommonMemory | None = self.start(make).wait()
-        return made
+    def _make_common(
+        self, messages: SharedMessages, size_bytes: int, session: CollectiveSession
+    ) -> CommonMemory | None:
+        exchange = partial(session.exchange, what="making common memory")
+        with torch.inference_mode(False):  # other threads write to it outside of inference mode
+            return make_common_memory(exchange, messages, self.rank, size_bytes)
 
     @property
     def card(self) -> int | None:

@@ -10,13 +10,14 @@ A futex or an ``eventfd`` does none of this for several processes. The sockets h
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import secrets
 import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -24,14 +25,14 @@ import torch
 from torch import Tensor
 
 from ps_dist._error_text import first_line
-from ps_dist._shared_memory import SharedHeap, map_heap
+from ps_dist._shared_memory import SharedHeap
 
 _HELLO = struct.Struct("<IQ")
 """A rank and the bytes of its heap."""
 _HEADER = struct.Struct("<B3xIQQ8x")
 """The kind of a message, its tag, and the first byte and the number of bytes in the sender's heap; 32 bytes."""
-_HERE, _THERE, _READ = 0, 1, 2
-"""Kinds: the bytes follow; they are in the sender's heap; the oldest message of the other direction was read."""
+_HERE, _THERE, _READ, _FILE = 0, 1, 2, 3
+"""Kinds: the bytes follow; they are in the sender's heap; the oldest one of the other direction was read; a file."""
 MOST_BYTES_HERE = 4096
 """Bytes that are sent through the socket itself at most."""
 _CHECK_S = 0.2
@@ -63,6 +64,8 @@ class PeerConnection:
         """Messages in this process's heap that the other one has not read yet."""
         self.broken = ""
         """Why nothing comes any more; empty while the connection stands."""
+        self.files: deque[int] = deque()
+        """Descriptors of the files that came; whoever takes one closes it."""
         unix_socket.setblocking(False)
 
     def fileno(self) -> int:
@@ -77,10 +80,13 @@ class PeerConnection:
         """Forget the oldest message, which was read; return True if its sender waits until it is told so."""
         return self._inbox.popleft().waited_for
 
-    def write(self, text: bytes) -> bool:
+    def write(self, text: bytes, files: Sequence[int] = ()) -> bool:
         """Send a message; return False if the socket is full: try again when it can be written to."""
         try:
-            self._socket.send(text, socket.MSG_NOSIGNAL)
+            if files:
+                socket.send_fds(self._socket, [text], files, socket.MSG_NOSIGNAL)
+            else:
+                self._socket.send(text, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -90,7 +96,7 @@ class PeerConnection:
     def read(self) -> None:
         """Take in one message, if there is one."""
         try:
-            text = self._socket.recv(_HEADER.size + MOST_BYTES_HERE)
+            text, files, _, _ = socket.recv_fds(self._socket, _HEADER.size + MOST_BYTES_HERE, 1)
         except (BlockingIOError, ConnectionResetError):  # after a reset comes what was sent before, and the end
             return
         except OSError as error:
@@ -102,6 +108,8 @@ class PeerConnection:
         kind, tag, offset, size = _HEADER.unpack_from(text)
         if kind == _READ:
             self.unread -= 1
+        elif kind == _FILE:
+            self.files += files
         elif kind == _THERE:
             self._inbox.append(Message(tag, self._memory[offset : offset + size], waited_for=True))
         else:
@@ -129,22 +137,18 @@ def message_there(tag: int, offset: int, size: int) -> bytes:
     return _HEADER.pack(_THERE, tag, offset, size)
 
 
-def message_read() -> bytes:
-    """Return a message that says that the oldest one of the other direction was read."""
-    return _HEADER.pack(_READ, 0, 0, 0)
+READ_MESSAGE = _HEADER.pack(_READ, 0, 0, 0)
+"""A message that says that the oldest one of the other direction was read."""
+FILE_MESSAGE = _HEADER.pack(_FILE, 0, 0, 0)
+"""A message with which a file comes."""
 
 
 class PeerListener:
     """Waits for the other processes of this computer, which know its address."""
 
-    def __init__(
-        self, heap: SharedHeap, rank: int, ranks: int, take_file: Callable[[int, int], Tensor] = map_heap
-    ) -> None:
-        """Listen; raises `OSError` or `AttributeError` where there are no such sockets.
-
-        ``take_file`` is given the descriptor and the size of each other rank's heap, and returns the mapped memory.
-        """
-        self.heap, self._rank, self._take_file = heap, rank, take_file
+    def __init__(self, heap: SharedHeap, rank: int, ranks: int) -> None:
+        """Listen; raises `OSError` or `AttributeError` where there are no such sockets."""
+        self.heap, self._rank = heap, rank
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.address = secrets.token_bytes(16)
         self._socket.bind(b"\0ps_dist " + self.address.hex().encode())
@@ -191,7 +195,11 @@ class PeerListener:
         if len(text) != _HELLO.size or len(files) != 1:
             raise ConnectionResetError("another process closed its connection before it sent its memory")
         peer, size = _HELLO.unpack(text)
-        return PeerConnection(peer, unix_socket, self._take_file(files[0], size))
+        try:
+            memory = torch.frombuffer(mmap.mmap(files[0], size), dtype=torch.uint8)
+        finally:
+            os.close(files[0])
+        return PeerConnection(peer, unix_socket, memory)
 
 
 def _wait_for(unix_socket: socket.socket, give_up: Callable[[], bool], limit_s: float) -> None:

@@ -6,24 +6,24 @@ Each rank tries, and tells the others how it went, by gloo. So no rank uses shar
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from struct import Struct
 
 import torch
-from torch import Tensor
 
 from ps_dist._computer_messages import ComputersMessages
 from ps_dist._error_text import FAILED_ELSEWHERE, failed_ranks, first_line
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
 from ps_dist._peer_connections import PeerConnection, PeerListener
-from ps_dist._shared_memory import CommonMemory, SharedHeap, map_heap
+from ps_dist._shared_memory import CommonMemory, SharedHeap
 from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
 
-_ADDRESS_BYTES, _SHOWN_BYTES = 16, 200
-"""Bytes that a rank tells the others: where it listens, and why it cannot."""
+_ROW = Struct("200s16s")
+"""What a rank tells the others: why it cannot listen, and where it does."""
 _TAG = 0
 """Of messages before the first collective."""
 _NONE_TOGETHER = "no two ranks are known to run on one computer"
@@ -71,13 +71,30 @@ def share_memory(
         return Sharing(computers, why_not=_NONE_TOGETHER)
     here = next(computer for computer in computers if rank in computer)
 
-    def exchange(mine: bytes) -> list[bytes]:
-        everyone = torch.empty(ranks * len(mine), dtype=torch.uint8, device="cpu")
-        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    def tell(error: str, address: bytes = b"") -> list[tuple[str, bytes]]:
+        own = torch.frombuffer(bytearray(_ROW.pack(error.encode(), address)), dtype=torch.uint8)
+        everyone = own.new_empty(ranks * _ROW.size)
         control.gather("connecting", _TAG, range(ranks), everyone, own)
-        return [row.numpy().tobytes() for row in everyone.view(ranks, -1)]
+        rows = [_ROW.unpack(row.numpy().tobytes()) for row in everyone.view(ranks, -1)]
+        return [(text.rstrip(b"\0").decode(errors="replace"), there) for text, there in rows]
 
-    heap, connections, why_not = _connect(exchange, SharedHeap, map_heap, rank, here, give_up, timeout_s)
+    heap, listener, connections, error = None, None, list[PeerConnection](), ""
+    try:
+        heap = SharedHeap()
+        listener = PeerListener(heap, rank, len(here))
+    except _ERRORS as failed:
+        error = _describe(failed)
+    rows = tell(error, b"" if listener is None else listener.address)
+    why_not = _first_error(rows)
+    if not why_not and listener is not None:
+        addresses = {peer: rows[peer][1] for peer in here if peer != rank}
+        try:
+            connections = listener.connect(addresses, give_up, min(timeout_s / 2, _MOST_CONNECT_S))
+        except _ERRORS as failed:
+            error = _describe(failed)
+        why_not = _first_error(tell(error))
+    if listener is not None:
+        listener.close()
     if heap is not None:
         heap.close_file()
     if why_not or heap is None:
@@ -98,73 +115,22 @@ def ranks_by_computer(locations: Mapping[int, Location]) -> list[tuple[int, ...]
 
 
 def make_common_memory(
-    exchange: Callable[[bytes], list[bytes]],
-    rank: int,
-    ranks: int,
-    size_bytes: int,
-    give_up: Callable[[], bool],
-    timeout_s: float,
+    exchange: Callable[[bytes], list[bytes]], messages: SharedMessages, rank: int, size_bytes: int
 ) -> CommonMemory | None:
     """Return memory that all ranks map, of which rank 0 makes the file; None on all ranks if one of them fails.
 
     ``exchange`` returns the bytes of all ranks.
     """
-    files: list[int] = []
-
-    def keep_file(file: int, size: int) -> Tensor:
-        files.append(file)
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    heap, connections, why_not = _connect(
-        exchange, partial(SharedHeap, size_bytes), keep_file, rank, range(ranks), give_up, timeout_s
-    )
-    for connection in connections:
-        connection.close()
-    found = None
-    if heap is not None:
-        first = os.dup(heap.file) if rank == 0 else files.pop(0) if files else None  # ranks are connected in order
-        heap.close_file()
-        if first is not None and not why_not:
-            found = CommonMemory(first, heap.size_bytes)
-        elif first is not None:
-            os.close(first)
-    for file in files:
-        os.close(file)
-    return found
-
-
-def _connect(
-    exchange: Callable[[bytes], list[bytes]],
-    make_heap: Callable[[], SharedHeap],
-    take_file: Callable[[int, int], Tensor],
-    rank: int,
-    ranks: Collection[int],
-    give_up: Callable[[], bool],
-    timeout_s: float,
-) -> tuple[SharedHeap | None, list[PeerConnection], str]:
-    """Make a heap and pass its file to the other ranks; return the heap, the connections, and why some rank failed."""
-
-    def tell(error: str, address: bytes = b"") -> list[tuple[str, bytes]]:
-        return [_row(row) for row in exchange(_text(error, address))]
-
-    heap, listener, connections, error = None, None, list[PeerConnection](), ""
-    try:
-        heap = make_heap()
-        listener = PeerListener(heap, rank, len(ranks), take_file)
-    except _ERRORS as failed:
-        error = _describe(failed)
-    rows = tell(error, b"" if listener is None else listener.address)
-    why_not = _first_error(rows)
-    if not why_not and listener is not None:
-        addresses = {peer: rows[peer][1] for peer in ranks if peer != rank}
-        try:
-            connections = listener.connect(addresses, give_up, min(timeout_s / 2, _MOST_CONNECT_S))
-        except _ERRORS as failed:
-            error = _describe(failed)
-        why_not = _first_error(tell(error))
-    if listener is not None:
-        listener.close()
-    return heap, connections, why_not
+    file, found = -1, None
+    with suppress(*_ERRORS):
+        if rank == 0:
+            file = os.memfd_create("ps_dist")
+    if not exchange(bytes([file >= 0]))[0][0]:
+        return None
+    file = messages.share_file(file)
+    with suppress(*_ERRORS):
+        found = CommonMemory(file, size_bytes)
+    return found if all(map(any, exchange(bytes([found is not None])))) else None
 
 
 def shared_memory_error() -> str | None:
@@ -198,15 +164,6 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, ConnectionResetError | BrokenPipeError):
         return FAILED_ELSEWHERE
     return first_line(error)
-
-
-def _text(error: str, address: bytes) -> bytes:
-    """Return an error and an address as bytes, always as many."""
-    return error.encode()[:_SHOWN_BYTES].ljust(_SHOWN_BYTES) + address.ljust(_ADDRESS_BYTES, b"\0")
-
-
-def _row(text: bytes) -> tuple[str, bytes]:
-    return text[:_SHOWN_BYTES].decode(errors="replace").strip(), text[_SHOWN_BYTES:]
 
 
 def _first_error(rows: list[tuple[str, bytes]]) -> str:

@@ -37,13 +37,9 @@ class SharedHeap:
         self.size_bytes = _whole_pages(wanted)
         self.file = os.memfd_create("ps_dist")
         """The descriptor by which other processes map the heap."""
-        try:
-            os.ftruncate(self.file, self.size_bytes)
-            self._memory = mmap.mmap(self.file, self.size_bytes)
-        except BaseException:
-            os.close(self.file)
-            raise
         self._close = finalize(self, os.close, self.file)
+        os.ftruncate(self.file, self.size_bytes)
+        self._memory = mmap.mmap(self.file, self.size_bytes)
         self._first = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
         self._free = [(0, self.size_bytes)]
         """Spans of bytes that no tensor has, in order of address."""
@@ -113,9 +109,10 @@ class CommonMemory:
     """Bytes that all ranks of the computer map; each rank writes its part. See [Note: common memory]."""
 
     def __init__(self, file: int, size_bytes: int) -> None:
-        """Map the file, and close its descriptor with this object."""
+        """Map the file, which every rank makes as large, and close its descriptor with this object."""
         self._file = file
         finalize(self, os.close, file)
+        os.ftruncate(file, size_bytes)
         self._shared = mmap.mmap(file, size_bytes)
         self.memory = torch.frombuffer(self._shared, dtype=torch.uint8)
         """The bytes themselves: the other ranks see what is written here."""
@@ -135,14 +132,6 @@ class CommonMemory:
     def free(self, start: int, size_bytes: int) -> None:
         """Return the pages of some bytes to the system; no rank reads or writes these bytes any more."""
         self._shared.madvise(mmap.MADV_REMOVE, start, _whole_pages(size_bytes))
-
-
-def map_heap(file: int, size_bytes: int) -> Tensor:
-    """Return the bytes of another process's heap, and close its descriptor."""
-    try:
-        return torch.frombuffer(mmap.mmap(file, size_bytes), dtype=torch.uint8)
-    finally:
-        os.close(file)
 
 
 def _whole_pages(size_bytes: int) -> int:

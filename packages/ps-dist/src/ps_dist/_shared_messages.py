@@ -21,11 +21,12 @@ from torch import Tensor
 
 from ps_dist._messages import Buffers, ConnectionBroken, PeerMessages, Read
 from ps_dist._peer_connections import (
+    FILE_MESSAGE,
     MOST_BYTES_HERE,
+    READ_MESSAGE,
     Message,
     PeerConnection,
     message_here,
-    message_read,
     message_there,
 )
 from ps_dist._shared_memory import SharedHeap
@@ -86,6 +87,17 @@ class SharedMessages(PeerMessages):
         if not peers:
             read(slice(0, numel), [])
 
+    def share_file(self, file: int) -> int:
+        """Return a descriptor of rank 0's ``file``; all ranks call this."""
+        if self._rank:
+            first = self._connections[0]
+            while not first.files:
+                self._wait_for({first})
+            return first.files.popleft()
+        for connection in self._connections.values():
+            self._send(connection, FILE_MESSAGE, [file])
+        return file
+
     def cut(self, everyone: Sequence[int]) -> None:
         """Break all connections, so that a thread which waits for another process ends; none works afterwards."""
         for connection in self._connections.values():
@@ -103,7 +115,7 @@ class SharedMessages(PeerMessages):
         while True:
             for reading in reads:
                 for connection in reading.advance(tag):
-                    self._send(connection, message_read())
+                    self._send(connection, READ_MESSAGE)
             while outside and not any(connection.unread for connection in self._staged_for):
                 self._post_piece(tag, outside[0])
                 if outside[0].sent_bytes == outside[0].memory.nbytes:
@@ -147,9 +159,9 @@ class SharedMessages(PeerMessages):
             connection.unread += 1
             self._send(connection, message_there(tag, offset, staged.nbytes))
 
-    def _send(self, connection: PeerConnection, text: bytes) -> None:
+    def _send(self, connection: PeerConnection, text: bytes, files: Sequence[int] = ()) -> None:
         """Send a message. While the socket is full, take in what comes: the other rank may be sending too."""
-        while not connection.write(text):
+        while not connection.write(text, files):
             self._poll.modify(connection.fileno(), select.POLLIN | select.POLLOUT)
             try:
                 self._wait_for({connection})
