@@ -30,8 +30,9 @@ class HomePlacement:
 
     def move_to_plan(self, plan: EnginePlan) -> bool:
         """Move every home slot to the plan's place; return False, with nothing moved, while memory has live aliases."""
-        if not move_homes_to_plan(self._engine, plan):
-            return False
+        with self._engine.residency.moving:
+            if not move_homes_to_plan(self._engine, plan):
+                return False
         self.elsewhere = self.displaced = False
         return True
 
@@ -55,12 +56,13 @@ class HomePlacement:
         first = next(moves, None)
         if first is None:
             return
-        clear(engine)
-        with torch.inference_mode(False):  # or the slots' tensors could not be written outside of inference mode
+        # Out of inference mode, or the slots' tensors could not be written outside of it.
+        with engine.residency.moving, torch.inference_mode(False):
+            clear(engine)
             for chunk, tier in chain((first,), moves):
                 move(engine, chunk, tier)
-        if not store.device.overcommits:
-            store.arena.resize(0)
+            if not store.device.overcommits:
+                store.arena.resize(0)
         self.elsewhere, self.displaced = True, False
 
     def make_room_beside(self, nonmodel_bytes: int) -> None:
@@ -85,7 +87,7 @@ class HomePlacement:
         self.elsewhere = self.elsewhere or self.displaced or needs_more
         if not (displaced or needs_more) or self._engine.residency.transfers.broken:
             return
-        with torch.inference_mode(False):
+        with self._engine.residency.moving, torch.inference_mode(False):
             for held, chunk in sorted(displaced, key=lambda row: -row[0].tier):
                 if chunk.home.tier < held.tier and store.free_bytes(held.tier) >= chunk.bytes:
                     self._down(chunk, held.tier)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -36,6 +37,8 @@ class Residency:
         self.tampered: list[ParamState] = []
         """Parameters whose changes in place were lost when they were evicted; the next error names them."""
         self.exposed = ExposedParameters(self)
+        self.moving: AbstractContextManager[object] = nullcontext()
+        """Entered while home slots are moved."""
 
     # Parameters.
 

@@ -68,7 +68,7 @@ class RanksScheduler(PlanScheduler):
 
     def _no_plan_yet(self, options: Options) -> RanksPlan:
         asking = RanksPlanRequest(self._engine, self._model_name, self._setup, options, self._together)
-        return RanksPlan(self._engine, asking, self._homes, self._others, self._say, self._residency)
+        return RanksPlan(self._engine, asking, self._homes, self._others, self._say)
 
     def _replay(
         self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: Stepping | None = None
@@ -162,9 +162,8 @@ class RanksScheduler(PlanScheduler):
         if training:
             self._gradients.begin_pass()
         if not why and (why := self._others.why_unserved(batch, self._in_force.batch, training=training)):
-            with self._residency.moving:
-                self._free_for_unplanned(training)
-        elif not why and self._homes.elsewhere and not self._in_force.move_homes(plan):
+            self._free_for_unplanned(training)
+        elif not why and self._homes.elsewhere and not self._homes.move_to_plan(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if not why:
             return self._replay(plan, segment, tracked=training is self._setup.training and self._is_watched())
@@ -175,8 +174,7 @@ class RanksScheduler(PlanScheduler):
 
     def _drive_without_plan(self, *, training: bool, for_rest: DriverForRest | None = None) -> FollowingDriver:
         """Return the driver of a whole pass that no plan serves; see [Note: passes without a plan]."""
-        with self._residency.moving:
-            self._homes.move_down()
+        self._homes.move_down()
         learning = {
             group: records
             for group in (self._residency.groups if training else ())
@@ -191,14 +189,8 @@ class RanksScheduler(PlanScheduler):
 
     def forget_plan(self) -> None:
         """Drop the plan and the order of collectives, because groups change on all ranks."""
-        with self._residency.moving:
-            super().forget_plan()
+        super().forget_plan()
         self._calls, self._same_call = 0, None
-
-    def plan_abandoned(self, *, needs_more: bool) -> None:
-        """Note that a pass of this rank left the plan, whose collectives it goes on with."""
-        with self._residency.moving:
-            super().plan_abandoned(needs_more=needs_more)
 
     def _has_gradients_over_weights(self) -> bool:
         """Return True if a weight's shard is overwritten; the same on all ranks."""

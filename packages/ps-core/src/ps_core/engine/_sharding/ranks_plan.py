@@ -5,17 +5,12 @@ See [Note: one plan] in `plan_agreement`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ps_core._errors import DoesNotFit
-from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
-from ps_core.engine._execution.lower_home_slots import HomePlacement
-from ps_core.engine._execution.other_batches import OtherBatches
 from ps_core.engine._execution.plan_in_force import PlanInForce
 from ps_core.engine._sharding.plan_agreement import RanksPlanRequest
-from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.first_pass import matches_estimate
 from ps_core.engine._tracing.pass_recording import PassRecording, Recorded
@@ -29,17 +24,9 @@ class RanksPlan(PlanInForce):
 
     _asking: RanksPlanRequest
 
-    def __init__(
-        self,
-        engine: Engine,
-        asking: RanksPlanRequest,
-        homes: HomePlacement,
-        others: OtherBatches,
-        say: Callable[[str], None],
-        residency: ShardedResidency,
-    ) -> None:
-        super().__init__(engine, asking, homes, others, say)
-        self._residency = residency
+    # Any: see `PlanInForce`.
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self._begin()
 
     def _begin(self) -> None:
@@ -57,16 +44,11 @@ class RanksPlan(PlanInForce):
         super().forget()
         self._begin()
 
-    def move_homes(self, plan: EnginePlan) -> bool:
-        """Move this rank's shards to the plan's places; return False while memory there has live aliases."""
-        with self._residency.moving:
-            return self._homes.move_to_plan(plan)
-
     def _put(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
         """Follow the plan, as all ranks do. This one may be unable to move its shards to the plan's places now."""
         self._homes.expect_move()
         self.plan, self.batch, self.source = plan, batch, (recording, batch)
-        self.move_homes(plan)
+        self._homes.move_to_plan(plan)
         return True
 
     def _plan_again(self) -> None:

@@ -61,11 +61,10 @@ class ShardedResidency(Residency):
         self._held: list[tuple[Slot, list[SlotView]]] = []
         """Evicted copies whose memory is kept because tensors still use it."""
         self._ask: Callable[[int, int], list[torch.Tensor]] | None = None
-        self.moving = Lock()
-        """Held while a plan moves shards, and while another thread reads one."""
+        self.moving = lock = Lock()  # held while a plan moves shards, and while another thread reads one
         self._changes = 0
         """Optimizer steps, and changes of groups, that are over; a rank answers for its shard after as many."""
-        self._changed_shards = Condition(self.moving)
+        self._changed_shards = Condition(lock)
         self._change_over: list[Event] = []
         """Events behind the last change on every queue."""
         self._disk_moves: dict[Queue, Event] = {}
