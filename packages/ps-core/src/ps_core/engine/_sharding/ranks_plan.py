@@ -24,25 +24,20 @@ class RanksPlan(PlanInForce):
 
     _asking: RanksPlanRequest
 
-    # Any: see `PlanInForce`.
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._plans_made = 0
-        """Number of times that the ranks planned from recorded passes; the same on all ranks."""
-        self._steps_until_plan = 0
-        """Steps before they tell each other again: ranks that never do the same must not plan in every step."""
-        self._mine: Recorded | None = None
-        """This rank's part of an estimated plan: its estimate, or the pass that ran since."""
-        self._refused: Recorded | None = None
-        """The recording that no plan was found for."""
+    _plans_made = 0
+    """Number of times that the ranks planned from recorded passes; the same on all ranks."""
+    _steps_until_plan = 0
+    """Steps before they tell each other again: ranks that never do the same must not plan in every step."""
+    _mine: Recorded | None = None
+    """This rank's part of an estimated plan: its estimate, or the pass that ran since."""
+    _refused: Recorded | None = None
+    """The recording that no plan was found for."""
 
     def forget(self) -> None:
         """Drop the plan, because groups change on all ranks."""
         super().forget()
-        self._begin()
+        self._plans_made = self._steps_until_plan = 0
+        self._mine = self._refused = None
 
     def _put(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
         """Follow the plan, as all ranks do. This one may be unable to move its shards to the plan's places now."""
