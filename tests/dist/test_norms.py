@@ -14,6 +14,7 @@ from _threads import Together, run
 from ps_core import SGD, Budget, Options, RanksDiverged, UnsupportedParameter
 from ps_core.engine import chunked, release
 from ps_core.engine._execution.find_hooks import hooks_of
+from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 
 SIZES = (3, 700, 41, 20_000, 128)
@@ -40,18 +41,19 @@ def measured(each: Together, precision: str, accumulate: int) -> None:
     engine = hooks_of(model).engine
     gradients = engine.gradients
     assert isinstance(gradients, ShardedGradients)
-    spans, plain = list[list[tuple[int, int]]](), gradients._measure_pieces
+    spans, plain = list[list[tuple[int, int]]](), gradients.measure_all
 
-    def watched(records: Any, flat: torch.Tensor) -> None:
-        plain(records, flat)
-        for record in records:
+    def watched(records: list[ParamState], flat: torch.Tensor, launch: Any = None) -> None:
+        new = [record for record in records if record not in gradients._measured]
+        plain(records, flat, launch)
+        for record in new:
             alone = torch.zeros(2)
             if record.piece.stop > record.piece.start:
                 ps_kernels.sumsq_finite(flat[record.piece], alone)
             assert torch.equal(gradients._measured[record], alone)
-        spans.append([(record.piece.start, record.piece.stop) for record in records])
+        spans.extend([[(record.piece.start, record.piece.stop) for record in new]] if new else [])
 
-    gradients._measure_pieces = watched  # type: ignore[method-assign]
+    gradients.measure_all = watched  # type: ignore[method-assign]
     for _ in range(accumulate):
         model(torch.tensor(1.5 + each.rank)).backward()
     optimizer.step()

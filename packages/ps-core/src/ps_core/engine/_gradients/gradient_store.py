@@ -291,7 +291,9 @@ class GradientStore:
         for group_rows in small.values():
             for rows in _batches_of(group_rows):
                 ends = list(accumulate(record.numel for record in rows))
-                self._measure_spans(rows, concatenate(rows), list(zip([0, *ends], ends, strict=False)))
+                spans = list(zip([0, *ends], ends, strict=False))
+                for record, part in measured_spans(rows, concatenate(rows), spans):
+                    record.norm_part = part
         return [self.measure(record) if record.norm_part is None else record.norm_part for record in records]
 
     def _slot_over(self, group: ParamGroup) -> Slot:
@@ -321,23 +323,8 @@ class GradientStore:
         """Measure gradients of one group, which lie in ``flat``, in one call; ``launch`` None: at once."""
         if records:
             spans = [(record.offset, record.offset + record.numel) for record in records]
-            self._measure_spans(records, flat, spans, launch)
-
-    def _measure_spans(
-        self,
-        records: list[ParamState],
-        flat: torch.Tensor,
-        spans: list[tuple[int, int]],
-        launch: Launch | None = None,
-    ) -> None:
-        parts = torch.zeros(len(spans), 2, dtype=torch.float32, device=flat.device)
-        measure = partial(ps_kernels.sumsq_finite, flat, parts, spans=spans)
-        if launch is None:
-            measure()
-        else:
-            launch(f"norm of {records[0].group.name}", (flat,), (parts,), measure)
-        for record, part in zip(records, parts.unbind(), strict=True):
-            record.norm_part = part
+            for record, part in measured_spans(records, flat, spans, launch):
+                record.norm_part = part
 
 
 def _to_change(gradient: torch.Tensor) -> torch.Tensor:
@@ -363,8 +350,17 @@ def _batches_of(records: list[ParamState]) -> Iterator[list[ParamState]]:
     yield piece
 
 
-def measured_spans(flat: torch.Tensor, spans: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
-    """Return the sum of squares and the non-finite flag of each span of a vector, measured in one call."""
+def measured_spans(
+    records: list[ParamState], flat: torch.Tensor, spans: list[tuple[int, int]], launch: Launch | None = None
+) -> Iterator[tuple[ParamState, torch.Tensor]]:
+    """Measure gradients of one group in one call: each one's span of ``flat``; ``launch`` None: at once.
+
+    Return each with its sum of squares and its non-finite flag.
+    """
     parts = torch.zeros(len(spans), 2, dtype=torch.float32, device=flat.device)
-    ps_kernels.sumsq_finite(flat, parts, spans=spans)
-    return parts.unbind()
+    measure = partial(ps_kernels.sumsq_finite, flat, parts, spans=spans)
+    if launch is None:
+        measure()
+    else:
+        launch(f"norms of {records[0].group.name}", (flat,), (parts,), measure)
+    return zip(records, parts.unbind(), strict=True)

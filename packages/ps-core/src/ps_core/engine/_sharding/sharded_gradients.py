@@ -10,7 +10,6 @@ the start. All this follows from which gradients came, which is the same on ever
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 
 import torch
 
@@ -172,7 +171,7 @@ class ShardedGradients(GradientStore):
             if over:
                 self.mark_weight_overwritten(group)
                 self._store.device.declare_access(Queue.COMPUTE, f"norms of {group.name}", (slot.memory,), ())
-                self._measure_pieces(records, slot.flat(group.dtype, group.shard_numel))
+                self.measure_all(records, slot.flat(group.dtype, group.shard_numel))
             self._fill(chunk, slot)
             for record in records:
                 if over:
@@ -263,24 +262,18 @@ class ShardedGradients(GradientStore):
             rows.setdefault(chunk, []).append(record)
         for chunk, found in rows.items():
             if chunk.home.place is None:
-                self._measure_pieces(found, self._residency.load(chunk, slice(0, found[0].group.shard_numel)))
+                self.measure_all(found, self._residency.load(chunk, slice(0, found[0].group.shard_numel)))
             else:
                 self._measured.update({each: measured(self._residency.load(chunk, each.piece)) for each in found})
 
     def measure_all(self, records: list[ParamState], flat: torch.Tensor, launch: Launch | None = None) -> None:
         """Measure this rank's part of a group's sums, which lies in ``flat``."""
         rows = [record for record in records if record not in self._measured]
-        if rows and launch is None:
-            self._measure_pieces(rows, flat)
-        elif rows and launch is not None:
-            launch(f"norms of {rows[0].group.name}", (flat,), (), partial(self._measure_pieces, rows, flat))
+        if rows:
+            spans = [(record.piece.start, record.piece.stop) for record in rows]
+            self._measured.update(measured_spans(rows, flat, spans, launch))
 
     def mark_weight_overwritten(self, group: ParamGroup) -> None:
         """Mark this rank's shard of the weight as overwritten: the master alone has the weight now."""
         for record in group.tensors:
             record.mark_slot_taken()
-
-    def _measure_pieces(self, records: list[ParamState], flat: torch.Tensor) -> None:
-        pieces = [record.piece for record in records]
-        spans = [(piece.start, piece.stop) for piece in pieces]
-        self._measured.update(zip(records, measured_spans(flat, spans), strict=True))
