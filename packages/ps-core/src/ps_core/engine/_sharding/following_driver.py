@@ -119,24 +119,20 @@ class FollowingDriver:
     # Gathers.
 
     def _gather(self, group: ParamGroup) -> None:
-        if group.common is not None:
-            self._queue.wait_for_common(group, self._residency.map_common(group)).wait()
-            if group.weight_chunk.newest(0) is None:
-                slot, _ = self._take_gather_slot(group)
-                group.weight_chunk.fill(slot)
-                self._fetched[group] = None
-            return
         own, lent = self._residency.shard_for_peers(group)
+        here = group.weight_chunk.newest(0)
         try:
-            if group.weight_chunk.newest(0) is not None:  # the copy that is here may be in use
-                slot = self._take_slot(group.weight_chunk.bytes, f"gather {group.name}")
-                Submitted(self._queue, group, own, slot.flat(group.dtype, group.chunk_numel)).wait()
-                self._residency.return_slot(slot)
-            else:
+            if here is None:
                 slot, whole = self._take_gather_slot(group)
                 Submitted(self._queue, group, own, whole).wait()
                 group.weight_chunk.fill(slot)
                 self._fetched[group] = None
+            elif group.common is not None:
+                Submitted(self._queue, group, own, here.flat(group.dtype, group.chunk_numel)).wait()
+            else:  # the copy that is here may be in use
+                slot = self._take_slot(group.weight_chunk.bytes, f"gather {group.name}")
+                Submitted(self._queue, group, own, slot.flat(group.dtype, group.chunk_numel)).wait()
+                self._residency.return_slot(slot)
         finally:
             if lent is not None:
                 self._residency.return_slot(lent)

@@ -156,25 +156,17 @@ class RanksExecutor(InstructionExecutor):
         weight, shard = group.chunks[group.weight], self._slots[op.shard]
         if shard.version != weight.version or any(r.contents is not SlotContents.WEIGHT for r in group.tensors):
             raise Diverged(f"the plan gathers an older weight of {group.name}")
-        if group.common is not None:
-            self._gather_common(group, instr, op)
-            return
-        if not self._residency.vacate(group, full):
-            raise Diverged(f"memory of {group.name} has live aliases")
-        group.weight_chunk.invalidate(full)
-        own, whole = shard.flat(group.dtype, group.shard_numel), full.flat(group.dtype, group.chunk_numel)
-        self._note(op, Submitted(self._queue, group, own, whole, instr=instr, ready=self._ready()))
-
-    def _gather_common(self, group: ParamGroup, instr: Instr, op: Gather) -> None:
-        """Wait, with the other ranks, until a group is stepped that all compute from where it is."""
-        mapped = self._residency.map_common(group)
-        if not any(slot is mapped for slot in self._slots.values()):  # else an earlier gather's use is not over
-            if not self._residency.vacate(group, mapped):
+        mapped = None if group.common is None else self._residency.map_common(group)
+        target = full if mapped is None else mapped
+        if mapped is None or not any(slot is mapped for slot in self._slots.values()):  # else it is used still
+            if not self._residency.vacate(group, target):
                 raise Diverged(f"memory of {group.name} has live aliases")
-            group.weight_chunk.invalidate(mapped)
-        self._residency.return_slot(self._slots[op.full])
-        self._slots[op.full] = mapped
-        self._note(op, self._queue.wait_for_common(group, mapped, instr, self._ready()))
+            group.weight_chunk.invalidate(target)
+        if mapped is not None:
+            self._residency.return_slot(full)
+            self._slots[op.full] = mapped
+        own, whole = shard.flat(group.dtype, group.shard_numel), target.flat(group.dtype, group.chunk_numel)
+        self._note(op, Submitted(self._queue, group, own, whole, instr=instr, ready=self._ready()))
 
     def _reduce_scatter(self, instr: Instr, op: ReduceScatter) -> None:
         group = self._plan.order[op.group]

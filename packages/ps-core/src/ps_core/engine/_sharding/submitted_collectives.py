@@ -15,7 +15,6 @@ from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._sharding.collectives_protocol import BufferCollectives, CollectiveSession
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
-from ps_core.engine._support.work_recorder import WorkRecorder
 
 
 class Submitted:
@@ -39,7 +38,8 @@ class Submitted:
         it waits for; None: for all that was launched so far.
         """
         self.group, self.gathers = group, scratch is None
-        self._ordering, self._recorder, self._instr = queue.ordering, queue.recorder, instr
+        self._ordering, self._instr = queue.ordering, instr
+        self._recorder = queue.residency.transfers.watcher.recorder
         self._shard, self._whole, self._scratch = shard, whole, scratch
         self._what = f"{group.name} in {queue.during}" if scratch is None else f"gradients of {group.name}"
         self._ready = self._ordering.ready() if ready is None else ready
@@ -89,19 +89,6 @@ class CollectiveQueue:
         self.during = during
         self.ordering, self.together = residency.ordering, residency.together
         self.residency, self.device = residency, residency.store.device
-
-    @property
-    def recorder(self) -> WorkRecorder | None:
-        """Return what records collectives now; None: nothing does."""
-        return self.residency.transfers.watcher.recorder
-
-    def wait_for_common(
-        self, group: ParamGroup, mapped: Slot, instr: Instr | None = None, ready: Sequence[Event] | None = None
-    ) -> Submitted:
-        """Submit a wait until all ranks have stepped a group that they map; it counts as the group's gather."""
-        whole = mapped.flat(group.dtype, group.chunk_numel)
-        own = whole[group.rank * group.shard_numel : (group.rank + 1) * group.shard_numel]
-        return Submitted(self, group, own, whole, instr=instr, ready=ready)
 
     def sum_now(
         self,
