@@ -203,7 +203,8 @@ class CommThread:
             try:
                 pending.run()
             except Exception as error:
-                self.failure = _failure(error)
+                peer = error.peer if isinstance(error, ConnectionBroken) else None
+                self.failure = Failure(first_line(error), peer)
                 return  # `Watchdog` finds the cause, and calls `fail`
             self._current = None
             with self._lock:
@@ -217,10 +218,6 @@ class CommThread:
                 return self._queue.get(timeout=None if self._oldest_launched() is None else _CHECK_S)
             except Empty:  # the training thread may be waiting for the device, so nobody else checks
                 self.check_wait()
-
-
-def _failure(error: Exception) -> Failure:
-    return Failure(first_line(error), error.peer if isinstance(error, ConnectionBroken) else None)
 
 
 def _is_over(mark: Mark) -> bool:

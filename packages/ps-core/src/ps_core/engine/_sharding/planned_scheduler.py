@@ -180,11 +180,8 @@ class RanksScheduler(PlanScheduler):
             for group in (self._residency.groups if training else ())
             if (records := [each for each in group.tensors if each.trainable and each.parameter.requires_grad])
         }
-        queue, sums = (
-            queue_for_pass(self._residency, training=training),
-            [(True, group) for group in reversed(learning)],
-        )
-        counters = self._engine.counters
+        queue, counters = queue_for_pass(self._residency, training=training), self._engine.counters
+        sums = [(True, group) for group in reversed(learning)]
         return UnplannedDriver(queue, sums, learning, self._gradients, counters, for_rest=for_rest)
 
     def forget_plan(self) -> None:

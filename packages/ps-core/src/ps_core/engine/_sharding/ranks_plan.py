@@ -53,7 +53,8 @@ class RanksPlan(PlanInForce):
 
     def foresee_together(self, estimate: PassRecording | None, batch: BatchShape, *, alike: bool) -> None:
         """Plan the first pass from what the ranks estimated; ``alike``: rank 0 did so for all of them."""
-        ranks = self._exchange_passes([] if estimate is None else [(estimate, batch)], "the estimated pass")
+        self.found = None
+        ranks = self._asking.exchange([] if estimate is None else [(estimate, batch)], "the estimated pass")
         if alike:
             estimate = self._asking.take_estimate(ranks)
         self._mine = None if estimate is None else (estimate, batch)
@@ -89,13 +90,9 @@ class RanksPlan(PlanInForce):
         mine = [each for each in (None if kept is self.found else kept, self.found) if each is not None]
         self._plans_made += 1
         self._steps_until_plan = 2 ** max(0, self._plans_made - _PLANS_AT_ONCE + 1)
-        self._plan_from(self._exchange_passes(mine, "the recorded pass"))
-        self._end_replan()
-
-    def _exchange_passes(self, mine: list[Recorded], what: str) -> list[dict[str, Any]]:
-        """Tell the other ranks what this one recorded or estimated; return what each one tells."""
         self.found = None
-        return self._asking.exchange(mine, what)
+        self._plan_from(self._asking.exchange(mine, "the recorded pass"))
+        self._end_replan()
 
     def _plan_from(self, ranks: list[dict[str, Any]]) -> None:
         """Follow a plan of what the ranks told each other, if there is one."""
