@@ -48,8 +48,7 @@ def find_ranks(store: Any, facts: Facts, *, rank: int, ranks: int, timeout_s: fl
 
     ``store``: torch's (any: its stubs have no base with all of these methods).
     """
-    one = _Caller(store, facts, ranks, timeout_s) if rank == 0 else _Answerer(store, facts, rank, ranks, timeout_s)
-    return one.find()
+    return (_Answerer if rank else _Caller)(store, facts, rank, ranks, timeout_s).find()
 
 
 class _Looks:
@@ -74,85 +73,106 @@ class _Row:
 
     number: str
     facts: Facts
-    location: Mapping[str, Any]
+    location: Location
+
+    @staticmethod
+    def read(saved: Mapping[str, Any]) -> _Row:
+        """Return an answer that was written as JSON."""
+        return _Row(saved["number"], saved["facts"], Location(**saved["location"]))
 
 
-def _own_row(facts: Facts) -> _Row:
-    return _Row(secrets.token_hex(16), facts, asdict(Location.own()))
+class _Rank:
+    """What both parts have in common."""
+
+    def __init__(self, store: Any, facts: Facts, rank: int, ranks: int, timeout_s: float) -> None:
+        self._store, self._rank, self._ranks, self._timeout_s = store, rank, ranks, timeout_s
+        self._own = _Row(secrets.token_hex(16), facts, Location.own())
+
+    # Any: JSON.
+    def _read(self, key: str) -> Any:
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _missing(self, present: Collection[int]) -> list[int]:
+        return [rank for rank in range(self._ranks) if rank not in present]
+
+    def _difference(self, rows: Mapping[int, _Row]) -> str | None:
+        mine = rows[self._rank].facts
+        for other, row in rows.items():
+            for name in dict.fromkeys((*mine, *row.facts)):
+                if mine.get(name) != row.facts.get(name):
+                    return (
+                        f"{name} must be the same on all ranks: rank {self._rank} has {mine.get(name)}, rank {other} "
+                        f"has {row.facts.get(name)}; install and start the same everywhere"
+                    )
+        return None
+
+    def _late(self, missing: list[int]) -> str:
+        return (
+            f"rank {self._rank} of {self._ranks}: {name_ranks(missing)} did not join within {self._timeout_s:.3g} s; "
+            "see its output, or try a larger timeout_s"
+        )
+
+    def _fault(self, rows: Mapping[int, _Row]) -> str | None:
+        """Say what differs between ranks, or else which are missing; None: neither."""
+        missing = self._missing(rows)
+        return self._difference(rows) or (self._late(missing) if missing else None)
 
 
-def _roster(call: str, rows: Mapping[int, _Row]) -> Roster:
-    return Roster(call, {rank: Location(**row.location) for rank, row in sorted(rows.items())})
-
-
-class _Caller:
+class _Caller(_Rank):
     """Do rank 0's part: call, collect the answers, write the roster."""
-
-    def __init__(self, store: Any, facts: Facts, ranks: int, timeout_s: float) -> None:
-        self._store, self._ranks, self._timeout_s = store, ranks, timeout_s
-        own = _own_row(facts)
-        self._number = own.number
-        self._rows = {0: own}
-        self._seen: set[int] = set()
-        """Indices of the answers that were read; one that was reserved may not be written yet."""
 
     def find(self) -> Roster:
         """Call, collect the answers, and publish the roster."""
+        self._number, self._rows = self._own.number, {0: self._own}
+        self._seen: set[int] = set()
+        """Indices of the answers that were read; one that was reserved may not be written yet."""
         self._store.set(_CALL, self._number)
         self._listen()
         looks, late = _Looks(self._timeout_s), False
-        while self._missing() and _difference(0, self._rows) is None and not late:
+        while self._missing(self._rows) and self._difference(self._rows) is None and not late:
             late = not looks.again()
             self._listen()
         self._publish()
-        error = _fault(0, self._ranks, self._rows, self._timeout_s)
+        error = self._fault(self._rows)
         if error is None:
             return _roster(self._number, self._rows)
         looks = _Looks(_STAY_S)
-        while self._missing() and _difference(0, self._rows) is not None and looks.again():
+        while self._missing(self._rows) and self._difference(self._rows) is not None and looks.again():
             self._listen()  # to tell ranks that come soon, too
             self._publish()
         while int(self._store.add(f"heard/{self._number}", 0)) < len(self._rows) - 1 and looks.again():
             pass  # the store may end with this process
         raise RanksDiverged(error)
 
-    def _missing(self) -> list[int]:
-        return _missing(self._ranks, self._rows)
-
     def _listen(self) -> None:
         """Read new answers."""
         self._store.add(f"looks/{self._number}", 1)
         count = int(self._store.add(f"answers/{self._number}", 0))
         for index in sorted(set(range(count)) - self._seen):
-            answer = _read(self._store, f"answer/{self._number}/{index + 1}")
+            answer = self._read(f"answer/{self._number}/{index + 1}")
             if answer is not None:
                 self._seen.add(index)
-                rank = answer.pop("rank")
-                self._rows[rank] = _Row(**answer)
+                self._rows[answer["rank"]] = _Row.read(answer)
 
     def _publish(self) -> None:
         rows = {rank: asdict(row) for rank, row in sorted(self._rows.items())}
         self._store.set(f"roster/{self._number}", json.dumps(rows))
 
 
-class _Answerer:
+class _Answerer(_Rank):
     """Do every other rank's part: answer calls until a roster has this rank's number."""
 
-    def __init__(self, store: Any, facts: Facts, rank: int, ranks: int, timeout_s: float) -> None:
-        self._store, self._rank, self._ranks, self._timeout_s = store, rank, ranks, timeout_s
-        self._own = _own_row(facts)
+    def find(self) -> Roster:
+        """Answer every call, until the roster of one has this process on it."""
         self._answered = ""
         """The number of the call that was answered last."""
         self._looks = 0
         """Rank 0's count of its looks, as last read."""
         self._grew_at_s: float | None = None
         """Time at which that count was last seen to grow; None: it never was."""
-
-    def find(self) -> Roster:
-        """Answer every call, until the roster of one has this process on it."""
         looks = _Looks(self._timeout_s)
         while True:
-            call = self._newest()
+            call = self._store.get(_CALL).decode() if self._store.check([_CALL]) else ""
             rows = self._published()  # before the next call is answered: this call's roster was published before it
             if rows:
                 return self._checked(rows)
@@ -161,7 +181,12 @@ class _Answerer:
                 continue
             self._count_looks()
             if not looks.again():
-                raise RanksDiverged(_late(self._rank, self._ranks, self._absent(), self._timeout_s))
+                raise RanksDiverged(self._late(self._absent()))
+
+    def _answer(self, call: str) -> None:
+        self._answered, self._looks, self._grew_at_s = call, 0, None
+        index = int(self._store.add(f"answers/{call}", 1))
+        self._store.set(f"answer/{call}/{index}", json.dumps({"rank": self._rank} | asdict(self._own)))
 
     def _count_looks(self) -> None:
         """Read rank 0's count of its looks, and note when it grew."""
@@ -174,65 +199,26 @@ class _Answerer:
         if self._grew_at_s is None:
             return [0]  # no rank can have answered a call that rank 0 did not make
         count = int(self._store.add(f"answers/{self._answered}", 0))
-        answers = [_read(self._store, f"answer/{self._answered}/{index + 1}") for index in range(count)]
+        answers = [self._read(f"answer/{self._answered}/{index + 1}") for index in range(count)]
         present = {answer["rank"] for answer in answers if answer is not None}
         if monotonic() - self._grew_at_s < _SILENT_S:
             present.add(0)
-        return _missing(self._ranks, present) or [0]
+        return self._missing(present) or [0]
 
     def _checked(self, rows: Mapping[int, _Row]) -> Roster:
         """Return the roster; raise `RanksDiverged` if ranks are missing or differ."""
-        error = _fault(self._rank, self._ranks, rows, self._timeout_s)
+        error = self._fault(rows)
         if error is not None:
             self._store.add(f"heard/{self._answered}", 1)
             raise RanksDiverged(error)
         return _roster(self._answered, rows)
 
-    def _newest(self) -> str:
-        found: str = self._store.get(_CALL).decode() if self._store.check([_CALL]) else ""
-        return found
-
-    def _answer(self, call: str) -> None:
-        self._answered, self._looks, self._grew_at_s = call, 0, None
-        index = int(self._store.add(f"answers/{call}", 1))
-        self._store.set(f"answer/{call}/{index}", json.dumps({"rank": self._rank} | asdict(self._own)))
-
     def _published(self) -> dict[int, _Row]:
         """Return the answers on the roster of the last call; empty if there is none yet that has this process."""
-        found = _read(self._store, f"roster/{self._answered}") if self._answered else None
-        rows = {int(rank): _Row(**row) for rank, row in (found or {}).items()}
+        found = self._read(f"roster/{self._answered}") if self._answered else None
+        rows = {int(rank): _Row.read(row) for rank, row in (found or {}).items()}
         return rows if self._rank in rows and rows[self._rank].number == self._own.number else {}
 
 
-# Any: JSON.
-def _read(store: Any, key: str) -> Any:
-    return json.loads(store.get(key)) if store.check([key]) else None
-
-
-def _missing(ranks: int, present: Collection[int]) -> list[int]:
-    return [rank for rank in range(ranks) if rank not in present]
-
-
-def _difference(rank: int, rows: Mapping[int, _Row]) -> str | None:
-    mine = rows[rank].facts
-    for other, row in rows.items():
-        for name in dict.fromkeys((*mine, *row.facts)):
-            if mine.get(name) != row.facts.get(name):
-                return (
-                    f"{name} must be the same on all ranks: rank {rank} has {mine.get(name)}, rank {other} has "
-                    f"{row.facts.get(name)}; install and start the same everywhere"
-                )
-    return None
-
-
-def _fault(rank: int, ranks: int, rows: Mapping[int, _Row], timeout_s: float) -> str | None:
-    """Say what differs between ranks, or else which are missing, as ``rank`` tells it; None: neither."""
-    missing = _missing(ranks, rows)
-    return _difference(rank, rows) or (_late(rank, ranks, missing, timeout_s) if missing else None)
-
-
-def _late(rank: int, ranks: int, missing: list[int], timeout_s: float) -> str:
-    return (
-        f"rank {rank} of {ranks}: {name_ranks(missing)} did not join within {timeout_s:.3g} s; see its output, or "
-        "try a larger timeout_s"
-    )
+def _roster(call: str, rows: Mapping[int, _Row]) -> Roster:
+    return Roster(call, {rank: row.location for rank, row in sorted(rows.items())})
