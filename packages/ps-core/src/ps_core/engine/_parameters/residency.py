@@ -206,21 +206,21 @@ class Residency:
 
     def rebuild(self, group: ParamGroup, records: list[ParamState]) -> None:
         """Round the masters of these parameters to 16 bits, into the group's home slot."""
-        chunk, master = group.weight_chunk, group.chunks[Kind.P32]
         if group.weight is Kind.P32 or not records:
             return
+        chunk, master = group.chunks[group.weight], group.chunks[Kind.P32]
         if chunk.home.place is not None or master.home.place is not None:
             for record in records:
-                self.replace(record, group.weight, self.vector(record, Kind.P32))
+                self.save(chunk, record.piece, self.load(master, record.piece))
             return
         source, target = self.transfers.at_home(master), self.transfers.at_home(chunk)
         queue = Queue.CPU if target.tier else Queue.COMPUTE
         self.store.device.declare_access(queue, f"rebuild {group.name}", (source.memory,), (target.memory,))
-        whole = target.flat(group.dtype, group.chunk_numel)
-        values = source.flat(torch.float32, group.chunk_numel)
+        whole = target.flat(group.dtype, group.shard_numel)
+        values = source.flat(torch.float32, group.shard_numel)
         for record in records:
-            whole[record.span].copy_(values[record.span])
-        chunk.mark_written(target)
+            whole[record.piece].copy_(values[record.piece])
+        self._mark_written(group, chunk)
 
     # For the host thread. What is on the disk is read and written there, without a slot.
 
@@ -248,12 +248,20 @@ class Residency:
 
     def vector(self, record: ParamState, kind: Kind) -> torch.Tensor:
         """Return a parameter's current elements of a kind, for the host thread to read: a view, or read from disk."""
-        group = record.group
-        chunk = group.chunks[kind]
+        return self.load(record.group.chunks[kind], record.span)
+
+    def load(self, chunk: Chunk, span: slice) -> torch.Tensor:
+        """Return some of this process's elements of a chunk, for the host thread: a view, or read from disk."""
+        group = self.groups[chunk.extent.index]
+        dtype = group.dtype_of(chunk.extent.kind)
         if chunk.home.place is None:
-            return self.transfers.at_home(chunk).flat(group.dtype_of(kind), group.chunk_numel)[record.span]
+            return self.transfers.at_home(chunk).flat(dtype, group.shard_numel)[span]
         self.transfers.wait_for_other_queues(Queue.CPU)
-        return self.part_of(self.transfers.near(chunk), record, group.dtype_of(kind))
+        source = self.transfers.near(chunk)
+        if source.place is None:
+            return source.flat(dtype, group.shard_numel)[span]
+        size = (span.stop - span.start) * dtype.itemsize
+        return self.transfers.read(source, span.start * dtype.itemsize, size).view(dtype)
 
     def part_of(self, slot: Slot, record: ParamState, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter's elements in a slot: a view, or a copy in host memory of those on disk."""
@@ -262,19 +270,29 @@ class Residency:
         return self.transfers.read(slot, record.offset * dtype.itemsize, record.numel * dtype.itemsize).view(dtype)
 
     def replace(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
-        """Write other elements of a parameter into the home slot of a kind."""
-        group = record.group
-        chunk, dtype = group.chunks[kind], group.dtype_of(kind)
-        self.transfers.write_home(chunk)
-        self.transfers.wait_for_other_queues(Queue.CPU)
-        if chunk.home.place is None:
-            target = chunk.home.flat(dtype, group.chunk_numel)[record.span]
-            self.store.device.declare_access(Queue.CPU, f"write {record.name}", (), (target,))
-            target.copy_(value)
-        else:
-            source = value.to("cpu", dtype).contiguous().view(torch.uint8)
-            self.transfers.write(chunk.home, record.offset * dtype.itemsize, source)
+        """Write this process's elements of a parameter, all of which are given, into the home slot of a kind."""
+        group, piece = record.group, record.piece
+        start = group.rank * group.shard_numel + piece.start - record.offset
+        self.save(group.chunks[kind], piece, value[start : start + piece.stop - piece.start])
+
+    def save(self, chunk: Chunk, span: slice, values: torch.Tensor) -> None:
+        """Write elements of a chunk to the home slot; ``values`` may be what `load` returned."""
+        group = self.groups[chunk.extent.index]
+        dtype, home = group.dtype_of(chunk.extent.kind), self.transfers.at_home(chunk)
+        if home.place is None:
+            target = home.flat(dtype, group.shard_numel)[span]
+            self.store.device.declare_access(Queue.CPU, f"write {group.name}", (), (target,))
+            if target.data_ptr() != values.data_ptr():
+                target.copy_(values)
+        elif span.stop > span.start:
+            source = values.to("cpu", dtype).contiguous().view(torch.uint8)
+            self.transfers.write(home, span.start * dtype.itemsize, source)
+        self._mark_written(group, chunk)
+
+    def _mark_written(self, group: ParamGroup, chunk: Chunk) -> None:
         chunk.mark_written(chunk.home)
+        if group.gathered and chunk.extent.kind is group.weight:
+            group.weight_chunk.invalidate_gathered()
 
 
 def _view(record: ParamState, slot: Slot) -> MemoryView:

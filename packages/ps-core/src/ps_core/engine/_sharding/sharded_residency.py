@@ -266,53 +266,12 @@ class ShardedResidency(Residency):
         record.group.weight_chunk.invalidate(slot)
         self._common.pop(record.group, None)
 
-    # For the host thread: this rank's shard, in its home slot or read from the disk.
-
-    def load(self, chunk: Chunk, span: slice) -> torch.Tensor:
-        """Return some elements of this rank's shard."""
-        group = self.groups[chunk.extent.index]
-        dtype = group.dtype_of(chunk.extent.kind)
-        if chunk.home.place is None:
-            return self.transfers.at_home(chunk).flat(dtype, group.shard_numel)[span]
-        self.transfers.wait_for_other_queues(Queue.CPU)
-        source = self.transfers.near(chunk)
-        if source.place is None:
-            return source.flat(dtype, group.shard_numel)[span]
-        size = (span.stop - span.start) * dtype.itemsize
-        return self.transfers.read(source, span.start * dtype.itemsize, size).view(dtype)
-
-    def save(self, chunk: Chunk, span: slice, values: torch.Tensor) -> None:
-        """Write elements of this rank's shard to the home slot; ``values`` may be what `load` returned."""
-        group = self.groups[chunk.extent.index]
-        dtype = group.dtype_of(chunk.extent.kind)
-        if chunk.home.place is None:
-            target = self.transfers.at_home(chunk).flat(dtype, group.shard_numel)[span]
-            self.store.device.declare_access(Queue.CPU, f"write {group.name}", (), (chunk.home.memory,))
-            if target.data_ptr() != values.data_ptr():
-                target.copy_(values)
-        else:
-            self.transfers.write_home(chunk)
-            if span.stop > span.start:
-                source = values.to("cpu", dtype).contiguous().view(torch.uint8)
-                self.transfers.write(chunk.home, span.start * dtype.itemsize, source)
-        chunk.mark_written(chunk.home)
-        if chunk.extent.kind is group.weight:
-            group.weight_chunk.invalidate_gathered()
-
-    def replace(self, record: ParamState, kind: Kind, value: torch.Tensor) -> None:
-        """Change this process's elements of a parameter, all of which are given."""
-        group, piece = record.group, record.piece
-        start = group.rank * group.shard_numel + piece.start - record.offset
-        self.save(group.chunks[kind], piece, value[start : start + piece.stop - piece.start])
-
     def rebuild(self, group: ParamGroup, records: list[ParamState]) -> None:
         """Round masters to 16 bits into the home slot as one process does; the gathered copy is stale then."""
         slot = group.weight_chunk.copies.get(0)
         if slot is not None:
             group.weight_chunk.invalidate(slot)
-        if group.weight is Kind.P16:
-            for record in records:
-                self.save(group.chunks[Kind.P16], record.piece, self.load(group.chunks[Kind.P32], record.piece))
+        super().rebuild(group, records)
 
     # Whole tensors: every rank calls for the same one at the same time.
 
