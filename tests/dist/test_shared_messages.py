@@ -41,9 +41,8 @@ class Ranks:
             return SharedMessages(rank, heaps[rank], listeners[rank].connect(addresses, lambda: False, WAIT_S))
 
         self.messages: list[SharedMessages] = self.run(join)
-        for listener, heap in zip(listeners, heaps, strict=True):
+        for listener in listeners:
             listener.close()
-            heap.close_file()
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """What ``work(rank)`` returns on each rank."""

@@ -176,8 +176,9 @@ class PeerListener:
         return found
 
     def close(self) -> None:
-        """Listen no more."""
+        """Listen no more, and close the descriptor of the heap; mapped memory stays."""
         self._socket.close()
+        self.heap.close_file()
 
     def _send_heap(self, unix_socket: socket.socket) -> None:
         """Send this process's heap to a process of the same user."""

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from struct import Struct
+from typing import TypeVar
 
 import torch
 
@@ -18,10 +20,11 @@ from ps_dist._computer_messages import ComputersMessages
 from ps_dist._error_text import FAILED_ELSEWHERE, failed_ranks, first_line
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
-from ps_dist._peer_connections import PeerConnection, PeerListener
+from ps_dist._peer_connections import PeerListener
 from ps_dist._shared_memory import CommonMemory, SharedHeap
 from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
 
+_T = TypeVar("_T")
 _ROW = Struct("200s16s")
 """What a rank tells the others: why it cannot listen, and where it does."""
 _TAG = 0
@@ -78,30 +81,21 @@ def share_memory(
         rows = [_ROW.unpack(row.numpy().tobytes()) for row in everyone.view(ranks, -1)]
         return [(text.rstrip(b"\0").decode(errors="replace"), there) for text, there in rows]
 
-    heap, listener, connections, error = None, None, list[PeerConnection](), ""
-    try:
-        heap = SharedHeap()
-        listener = PeerListener(heap, rank, len(here))
-    except _ERRORS as failed:
-        error = _describe(failed)
+    listener, error = _attempt(lambda: PeerListener(SharedHeap(), rank, len(here)))
     rows = tell(error, b"" if listener is None else listener.address)
-    why_not = _first_error(rows)
-    if not why_not and listener is not None:
-        addresses = {peer: rows[peer][1] for peer in here if peer != rank}
-        try:
-            connections = listener.connect(addresses, give_up, min(timeout_s / 2, _MOST_CONNECT_S))
-        except _ERRORS as failed:
-            error = _describe(failed)
-        why_not = _first_error(tell(error))
+    connections, why_not = None, _first_error(rows)
     if listener is not None:
+        if not why_not:
+            addresses = {peer: rows[peer][1] for peer in here if peer != rank}
+            limit_s = min(timeout_s / 2, _MOST_CONNECT_S)
+            connections, error = _attempt(partial(listener.connect, addresses, give_up, limit_s))
+            why_not = _first_error(tell(error))
         listener.close()
-    if heap is not None:
-        heap.close_file()
-    if why_not or heap is None:
-        for connection in connections:
+    if listener is None or connections is None or why_not:
+        for connection in connections or ():
             connection.close()
         return Sharing(computers, why_not=why_not)
-    shared = SharedMessages(rank, heap, connections)
+    shared = SharedMessages(rank, listener.heap, connections)
     return Sharing(computers, shared if len(computers) == 1 else ComputersMessages(rank, computers, shared, control))
 
 
@@ -144,26 +138,25 @@ def shared_memory_error() -> str | None:
         messages.exchange("trial", _TAG, [(1 - rank, some)], [(1 - rank, torch.empty_like(some))])
         messages.close()
 
-    try:
-        for rank in range(2):
-            listeners.append(PeerListener(SharedHeap(), rank, 2))
+    def send_all() -> None:
+        listeners.extend(PeerListener(SharedHeap(), rank, 2) for rank in range(2))
         with ThreadPoolExecutor(2) as pool:
-            for done in [pool.submit(send_some, rank) for rank in range(2)]:
-                done.result()
-    except _ERRORS as failed:
-        return _describe(failed)
-    finally:
-        for listener in listeners:
-            listener.close()
-            listener.heap.close_file()
-    return None
+            list(pool.map(send_some, range(2)))
+
+    _, error = _attempt(send_all)
+    for listener in listeners:
+        listener.close()
+    return error or None
 
 
-def _describe(error: BaseException) -> str:
-    """Return an error's first line; for a connection that another rank ended, that this rank is not to blame."""
-    if isinstance(error, ConnectionResetError | BrokenPipeError):
-        return FAILED_ELSEWHERE
-    return first_line(error)
+def _attempt(work: Callable[[], _T]) -> tuple[_T | None, str]:
+    """Return what the work returns, and an empty text; or None, and why this system cannot share memory."""
+    try:
+        return work(), ""
+    except (ConnectionResetError, BrokenPipeError):
+        return None, FAILED_ELSEWHERE  # another rank ended the connection
+    except _ERRORS as error:
+        return None, first_line(error)
 
 
 def _first_error(rows: list[tuple[str, bytes]]) -> str:
