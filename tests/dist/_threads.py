@@ -166,9 +166,6 @@ class Together:
     def note(self, what: str) -> None:
         self.began.append(what)
 
-    def start_all_gather(self, into: Tensor, shard: Tensor, what: str = "") -> Pending:
-        return Pending(self._thread.submit(self._session.all_gather, into, shard, what))
-
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         across = 8 * shard_numel if self.mesh.copies > 1 else 0
         return (self.ranks - 1) * shard_numel * kind.itemsize + across

@@ -83,9 +83,6 @@ class AsyncCollectives(Ranks, Collectives[torch.Tensor], Protocol):
         their answers in order of rank; no rank's collectives wait for it.
         """
 
-    def start_all_gather(self, into: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
-        """Begin an all-gather; ``shard`` may lie in its place of ``into`` already."""
-
     def scratch_bytes(self, shard_numel: int, kind: torch.dtype) -> int:
         """Return the scratch bytes with which a reduce-scatter is done in one piece."""
 

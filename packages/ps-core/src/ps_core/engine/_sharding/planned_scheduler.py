@@ -143,6 +143,9 @@ class RanksScheduler(PlanScheduler):
             self._gradients.end_step()  # what there was, was forgotten
         if training or self._comparison.has_writes:
             self._comparison.compare()
+        passes = self._gradients.passes
+        if training:
+            self._gradients.begin_pass()
         if (
             plan is None
             or batch is None
@@ -150,17 +153,13 @@ class RanksScheduler(PlanScheduler):
             or self._has_gradients_over_weights()
             or (training and self._has_sums_besides(plan))
         ):
-            if training:
-                self._gradients.begin_pass()
             return self._drive_without_plan(training=training)
         free_bytes = self._comparison.take_free_bytes()  # which a rank asked for; all begin the same pass
         if free_bytes and not self._in_force.leave_free(free_bytes):
             self._say("memory ran out, and no plan leaves more free, so the plan stays")
         plan = self._in_force.plan or plan
         micro = plan.micro_segments
-        segment = micro[min(self._gradients.passes, len(micro) - 1)] if training else SegmentName.EVAL
-        if training:
-            self._gradients.begin_pass()
+        segment = micro[min(passes, len(micro) - 1)] if training else SegmentName.EVAL
         if not why and (why := self._others.why_unserved(batch, self._in_force.batch, training=training)):
             self._free_for_unplanned(training)
         elif not why and self._homes.elsewhere and not self._homes.move_to_plan(plan):

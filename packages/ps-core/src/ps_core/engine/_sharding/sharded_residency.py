@@ -286,8 +286,9 @@ class ShardedResidency(Residency):
         """Return all bytes of one kind of a group, gathered from all ranks."""
         group, shard = self.groups[chunk.extent.index], self.own_bytes(chunk)
         self.store.device.declare_access(Queue.CPU, f"read {group.name}", (shard,), ())
-        whole = torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8, device="cpu")
-        self.together.start_all_gather(whole, shard.cpu(), f"{chunk.extent.kind.value} of {group.name}").wait()
+        own, whole = shard.cpu(), torch.empty(chunk.bytes * group.ranks, dtype=torch.uint8, device="cpu")
+        what = f"{chunk.extent.kind.value} of {group.name}"
+        self.together.start(lambda session: session.all_gather(whole, own, what)).wait()
         return whole
 
     def forget(self) -> None:
