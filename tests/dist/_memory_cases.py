@@ -141,7 +141,7 @@ def maps_no_weights(each: ps_dist.TorchCollectives, at_rank: int) -> tuple[bool,
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         if each.process == at_rank:
-            patch.setattr("ps_dist._share_memory.CommonMemory", refuse)
+            patch.setattr("ps_core.engine._sharding.join_ranks.CommonMemory", refuse)
         model, optimizer = chunked(nn.Linear(64, 64), AdamW(), precision="fp32", collectives=each)
     assert optimizer is not None
     before = [value.clone() for value in model.state_dict().values()]

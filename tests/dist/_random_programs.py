@@ -145,7 +145,7 @@ class Program:
         self.serial = 100 * seed
         self.done: list[str] = []
         if each is not None and not settings.common:
-            each.common_memory = None
+            each.common_file = None
         self.model, self.optimizer = self.made(mine=True)
         self.single, self.reference = self.made(mine=False)
 

@@ -22,7 +22,6 @@ from ps_core.engine._sharding.planned_scheduler import RanksScheduler
 from ps_core.engine._sharding.ranks_plan import RanksPlan
 from ps_core.engine._sharding.submitted_collectives import Submitted
 from ps_dist import Mesh
-from ps_dist._shared_memory import CommonMemory
 
 _PATIENCE_S = 30.0
 """After which ranks that do not meet are taken to have parted."""
@@ -105,7 +104,7 @@ class Together:
         self.ranks, self.copy = self.mesh.shards, rank // self.mesh.shards
         self.processes = self.local_ranks = meeting.ranks
         self.host_memory, self.why_not_shared = None, ""
-        self.common_memory: Callable[[int], CommonMemory] | None = self._make_common if copies == 1 else None
+        self.common_file: Callable[[], int] | None = self._make_file if copies == 1 else None
         """None: ranks do not map each other's weights."""
         self.meeting = meeting
         self.asked = 0
@@ -123,14 +122,12 @@ class Together:
         """Of gathers and sums."""
         return self._session.received_bytes
 
-    def _make_common(self, size_bytes: int) -> CommonMemory:
-        """Memory that every rank maps by itself, as processes do."""
+    def _make_file(self) -> int:
+        """Every rank maps the file by itself, as processes do."""
         file = os.memfd_create("test") if self.rank == 0 else -1
-        if self.rank == 0:
-            os.ftruncate(file, size_bytes)
         files = self._thread.submit(self.meeting.exchange, self.rank, "common memory", file).result(_PATIENCE_S)
-        mine = CommonMemory(os.dup(files[0]), size_bytes)
-        self._thread.submit(self.meeting.exchange, self.rank, "mapped", 0).result(_PATIENCE_S)
+        mine = os.dup(files[0])
+        self._thread.submit(self.meeting.exchange, self.rank, "opened", 0).result(_PATIENCE_S)
         if self.rank == 0:
             os.close(file)
         return mine

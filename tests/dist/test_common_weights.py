@@ -18,7 +18,7 @@ from ps_core import SGD, Budget, Options, RanksDiverged, UnsupportedParameter
 from ps_core._extents import Kind
 from ps_core.engine import WeightAverage, chunked, release, statistics
 from ps_core.engine._execution.find_hooks import hooks_of
-from ps_dist._shared_memory import CommonMemory
+from ps_core.engine._memory.common_memory import CommonMemory
 
 WIDTH, LAYERS, PAGE = 40, 3, os.sysconf("SC_PAGE_SIZE")
 
@@ -26,7 +26,7 @@ WIDTH, LAYERS, PAGE = 40, 3, os.sysconf("SC_PAGE_SIZE")
 def made(each: Together, *, common: bool = True, frozen: int = 0, layers: int = LAYERS) -> tuple[Any, Any]:
     """Make the same model on all ranks; its last ``frozen`` layers are not trained."""
     if not common:
-        each.common_memory = None
+        each.common_file = None
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     model[layers - frozen :].requires_grad_(False)
     seeded = torch.Generator().manual_seed(0)  # ranks are threads, which share PyTorch's own generator
@@ -248,7 +248,7 @@ def test_a_rank_that_freed_the_model_is_named() -> None:
     freed = Event()
 
     def leaves(each: Together) -> None:
-        each.common_memory = None
+        each.common_file = None
         model, _ = made(each)
         if not each.rank:
             del model
@@ -263,17 +263,17 @@ def test_a_rank_that_freed_the_model_is_named() -> None:
         run(2, leaves)
 
 
-def frozen_at_first(each: Together) -> tuple[Any, Any, CommonMemory]:
-    """Return a model of which all layers but the first are frozen, with the memory of its weights."""
-    found: list[CommonMemory] = []
-    make = each.common_memory
+def frozen_at_first(each: Together) -> tuple[Any, Any, int]:
+    """Return a model of which all layers but the first are frozen, with the file of its weights."""
+    found: list[int] = []
+    make = each.common_file
     assert make is not None
 
-    def remember(size_bytes: int) -> CommonMemory:
-        found.append(make(size_bytes))
+    def remember() -> int:
+        found.append(make())
         return found[0]
 
-    each.common_memory = remember
+    each.common_file = remember
     model, optimizer = made(each, frozen=2)
     return model, optimizer, found[0]
 
@@ -283,13 +283,13 @@ def test_weights_that_are_unfrozen_leave_the_memory_that_ranks_map(plan: bool) -
     """They are trained where each rank has its shard."""
 
     def thaws(each: Together) -> tuple[int, int]:
-        model, optimizer, memory = frozen_at_first(each)
+        model, optimizer, file = frozen_at_first(each)
         for step in range(2):
             stepped(model, optimizer, each, step)
-        before = os.fstat(memory._file).st_blocks * 512
+        before = os.fstat(file).st_blocks * 512
         model.requires_grad_(True)
         stepped(model, optimizer, each, 2)
-        after = os.fstat(memory._file).st_blocks * 512
+        after = os.fstat(file).st_blocks * 512
         stepped(model, optimizer, each, 3)
         release(model)
         return before, after
@@ -301,7 +301,7 @@ def test_weights_that_are_unfrozen_leave_the_memory_that_ranks_map(plan: bool) -
 
 def test_an_alias_of_weights_that_are_unfrozen_keeps_them() -> None:
     def thaws(each: Together) -> int:
-        model, optimizer, memory = frozen_at_first(each)
+        model, optimizer, file = frozen_at_first(each)
         stepped(model, optimizer, each, 0)
         kept: list[torch.Tensor] = []
         if each.rank:
@@ -314,7 +314,7 @@ def test_an_alias_of_weights_that_are_unfrozen_keeps_them() -> None:
         model.requires_grad_(True)
         stepped(model, optimizer, each, 3)
         assert all(torch.equal(each, wanted) for each in kept)
-        return os.fstat(memory._file).st_blocks * 512
+        return os.fstat(file).st_blocks * 512
 
     found, _ = run(2, thaws)
     assert found[0] == found[1] > 0

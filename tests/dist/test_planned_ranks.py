@@ -61,7 +61,7 @@ class Case:
         ranks = 1 if together is None else together.ranks
         alone = together is None
         if together is not None and not self.common:
-            together.common_memory = None
+            together.common_file = None
         device = "cpu" if alone else self.device
         host = 2**22 if alone else ranks * self.host * 2**10
         room = None if device == "cpu" else self.room * 2**10

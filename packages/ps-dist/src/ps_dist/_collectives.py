@@ -28,8 +28,7 @@ from ps_dist._process_groups import ProcessGroups
 from ps_dist._reduce import OrderedReduceScatter
 from ps_dist._session import CollectiveSession
 from ps_dist._shard_answers import Answer, ShardAnswers, refuses
-from ps_dist._share_memory import Sharing, make_common_memory
-from ps_dist._shared_memory import CommonMemory
+from ps_dist._share_memory import Sharing, make_common_file
 from ps_dist._shared_messages import SharedMessages
 from ps_dist._watchdog import Watchdog
 
@@ -182,19 +181,16 @@ class TorchCollectives:
         return None if heap is None else heap.allocate
 
     @property
-    def common_memory(self) -> Callable[[int], CommonMemory | None] | None:
-        """Makes memory of so many bytes that all ranks map, where every rank asks for it; None: ranks share none."""
+    def common_file(self) -> Callable[[], int | None] | None:
+        """Makes a file in memory, and returns each rank's descriptor, if all ranks ask; None: ranks share no memory."""
         messages = self._messages
         if not isinstance(messages, SharedMessages) or self.ranks < self.processes:
             return None
-        return lambda size_bytes: self.start(partial(self._make_common, messages, size_bytes)).wait()
 
-    def _make_common(
-        self, messages: SharedMessages, size_bytes: int, session: CollectiveSession
-    ) -> CommonMemory | None:
-        exchange = partial(session.exchange, what="making common memory")
-        with torch.inference_mode(False):  # other threads write to it outside of inference mode
-            return make_common_memory(exchange, messages, self.rank, size_bytes)
+        def make(session: CollectiveSession) -> int | None:
+            return make_common_file(partial(session.exchange, what="making common memory"), messages, self.rank)
+
+        return lambda: self.start(make).wait()
 
     @property
     def card(self) -> int | None:

@@ -21,7 +21,7 @@ from ps_dist._error_text import FAILED_ELSEWHERE, failed_ranks, first_line
 from ps_dist._local_ranks import Location
 from ps_dist._messages import PeerMessages
 from ps_dist._peer_connections import PeerListener
-from ps_dist._shared_memory import CommonMemory, SharedHeap
+from ps_dist._shared_memory import SharedHeap
 from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
 
 _T = TypeVar("_T")
@@ -108,23 +108,17 @@ def ranks_by_computer(locations: Mapping[int, Location]) -> list[tuple[int, ...]
     return list(found.values())
 
 
-def make_common_memory(
-    exchange: Callable[[bytes], list[bytes]], messages: SharedMessages, rank: int, size_bytes: int
-) -> CommonMemory | None:
-    """Return memory that all ranks map, of which rank 0 makes the file; None on all ranks if one of them fails.
+def make_common_file(exchange: Callable[[bytes], list[bytes]], messages: SharedMessages, rank: int) -> int | None:
+    """Return a descriptor of an empty file that rank 0 makes in memory; None on all ranks if it cannot.
 
     ``exchange`` returns the bytes of all ranks.
     """
-    file, found = -1, None
+    file = -1
     with suppress(*_ERRORS):
         if rank == 0:
             file = os.memfd_create("ps_dist")
-    if not exchange(bytes([file >= 0]))[0][0]:
-        return None
-    file = messages.share_file(file)
-    with suppress(*_ERRORS):
-        found = CommonMemory(file, size_bytes)
-    return found if all(map(any, exchange(bytes([found is not None])))) else None
+    made = any(exchange(bytes([file >= 0]))[0])
+    return messages.share_file(file) if made else None
 
 
 def shared_memory_error() -> str | None:

@@ -5,11 +5,6 @@ Each process has a *heap*: one anonymous file of the kernel (``memfd``). All pro
 it. It has no name in any folder and is not limited by the size of ``/dev/shm``. The kernel frees it with the last
 process that maps it, however that process ends. The file is larger than the computer's memory. But a page takes memory
 only once it is written to, and is counted once. Memory that its owner has released is returned to the system at once.
-
-[Note: common memory]
-One more such file belongs to all ranks alike: each writes its part, and all compute from the whole. What a rank
-computes from is a *private mapping* (``MAP_PRIVATE``). It shows what the ranks write to the file. But a page that this
-rank itself writes to becomes its own copy. So a program that changes a weight in place changes nothing for the others.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import os
 from bisect import insort
 from collections import deque
 from threading import Lock
-from weakref import WeakSet, finalize
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -103,35 +98,6 @@ class SharedHeap:
                 else:
                     joined.append((first, last))
             self._free = joined
-
-
-class CommonMemory:
-    """Bytes that all ranks of the computer map; each rank writes its part. See [Note: common memory]."""
-
-    def __init__(self, file: int, size_bytes: int) -> None:
-        """Map the file, which every rank makes as large, and close its descriptor with this object."""
-        self._file = file
-        finalize(self, os.close, file)
-        os.ftruncate(file, size_bytes)
-        self._shared = mmap.mmap(file, size_bytes)
-        self.memory = torch.frombuffer(self._shared, dtype=torch.uint8)
-        """The bytes themselves: the other ranks see what is written here."""
-        self._private: dict[int, WeakSet[mmap.mmap]] = {}
-        """Private mappings that a tensor still uses, by their first byte."""
-
-    def map_privately(self, start: int, size_bytes: int) -> Tensor:
-        """Return a new private mapping of some bytes; ``start`` is a multiple of the page size."""
-        mapped = mmap.mmap(self._file, size_bytes, flags=mmap.MAP_PRIVATE, offset=start)
-        self._private.setdefault(start, WeakSet()).add(mapped)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
-
-    def is_mapped(self, start: int) -> bool:
-        """Return True if a tensor still uses a private mapping from this byte on: then do not `free`."""
-        return bool(self._private.get(start))
-
-    def free(self, start: int, size_bytes: int) -> None:
-        """Return the pages of some bytes to the system; no rank reads or writes these bytes any more."""
-        self._shared.madvise(mmap.MADV_REMOVE, start, _whole_pages(size_bytes))
 
 
 def _whole_pages(size_bytes: int) -> int:

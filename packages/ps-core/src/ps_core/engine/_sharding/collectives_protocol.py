@@ -11,26 +11,6 @@ from ps_core._collectives import Collectives, StagingCopier
 from ps_core.engine._execution.build_components import Ranks
 
 
-class CommonMemory(Protocol):
-    """Bytes that all ranks of the computer map."""
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """Return the bytes themselves: the other ranks see what is written here."""
-
-    def map_privately(self, start: int, size_bytes: int) -> torch.Tensor:
-        """Return a new mapping of some bytes, which shows what ranks write; what is written to it, they do not see.
-
-        ``start`` is a multiple of the page size.
-        """
-
-    def is_mapped(self, start: int) -> bool:
-        """Return True if a tensor of this rank still uses a private mapping from this byte on: then do not `free`."""
-
-    def free(self, start: int, size_bytes: int) -> None:
-        """Return the pages of some bytes to the system; no rank reads or writes these bytes any more."""
-
-
 class Pending(Protocol):
     """A collective that has been submitted."""
 
@@ -101,10 +81,10 @@ class AsyncCollectives(Ranks, Collectives[torch.Tensor], Protocol):
         """Allocates host memory, as bytes, that the other ranks read without a copy; None: there is none."""
 
     @property
-    def common_memory(self) -> Callable[[int], CommonMemory | None] | None:
-        """Makes memory of so many bytes that all ranks map, where every rank asks for it; None: ranks share none.
+    def common_file(self) -> Callable[[], int | None] | None:
+        """Makes an empty file in memory, and returns each rank's descriptor, if all ranks ask; None: they share none.
 
-        It returns None on all ranks if one of them fails.
+        It returns None on all ranks if it fails.
         """
 
     @property

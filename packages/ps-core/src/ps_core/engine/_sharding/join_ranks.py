@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
@@ -21,6 +22,7 @@ from ps_core._simulate.machine import machine as find_machine
 from ps_core._simulate.transport import transport
 from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.device import Device
+from ps_core.engine._memory.common_memory import CommonMemory
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._optim.rules import OptimizerRule
 from ps_core.engine._parameters.grouping import Grouping
@@ -117,14 +119,19 @@ class GroupJoin:
 
     def place_weights(self, store: TierStore, packing: Grouping) -> None:
         """Put fp32 weights that the CPU computes from where all ranks map them, if they are all on one computer."""
-        make, groups = self._together.common_memory, packing.groups
+        make, groups = self._together.common_file, packing.groups
         wanted = len(store.tiers) == 1 and all(group.weight is Kind.P32 for group in groups)
         if make is None or store.device.torch_device.type != "cpu" or not wanted:
             return
         sizes = [group.chunk_numel * group.dtype.itemsize for group in groups]
         starts = list(accumulate((-(-size // PAGESIZE) * PAGESIZE for size in sizes), initial=0))
-        common = make(starts[-1])
-        if common is None:
+        file, common = make(), None
+        if file is None:
+            return
+        with suppress(OSError, ValueError):
+            common = CommonMemory(file, starts[-1])
+        mapped = self._together.all_values([float(common is not None)], "who maps all weights")
+        if common is None or not all(row[0] for row in mapped):
             return
         for group, start, size in zip(groups, starts, sizes, strict=False):
             first, own = start + size // group.ranks * group.rank, size // group.ranks
