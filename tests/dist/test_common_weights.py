@@ -18,7 +18,7 @@ from ps_core import SGD, Budget, Options, RanksDiverged, UnsupportedParameter
 from ps_core._extents import Kind
 from ps_core.engine import WeightAverage, chunked, release, statistics
 from ps_core.engine._execution.find_hooks import hooks_of
-from ps_core.engine._memory.common_memory import CommonMemory
+from ps_core.engine._memory.common_memory import CommonMemory, CommonWeights
 
 WIDTH, LAYERS, PAGE = 40, 3, os.sysconf("SC_PAGE_SIZE")
 
@@ -55,14 +55,15 @@ def stepped(model: Any, optimizer: Any, each: Together, step: int) -> None:
 
 def test_a_private_mapping_shows_what_ranks_write_and_keeps_what_it_is_written() -> None:
     file = os.memfd_create("test")
-    os.ftruncate(file, 2 * PAGE)
-    one, other = CommonMemory(os.dup(file), 2 * PAGE), CommonMemory(file, 2 * PAGE)
-    private = one.map_privately(PAGE, PAGE)
-    other.memory[PAGE] = 7
+    one, other = (
+        CommonWeights(CommonMemory(each, 2 * PAGE), PAGE, PAGE, slice(0, PAGE)) for each in (os.dup(file), file)
+    )
+    private = one.map_whole()
+    other.shard[0] = 7
     assert private[0] == 7
     private[1] = 9
-    assert other.memory[PAGE + 1] == one.memory[PAGE + 1] == 0
-    assert one.map_privately(PAGE, PAGE)[1] == 0
+    assert other.shard[1] == one.shard[1] == 0
+    assert one.map_whole()[1] == 0
 
 
 def test_weights_take_no_memory_twice() -> None:

@@ -21,25 +21,35 @@ class CommonMemory:
 
     def __init__(self, file: int, size_bytes: int) -> None:
         """Map the file, which every rank makes as large, and close its descriptor with this object."""
-        self._file = file
+        self.file = file
         finalize(self, os.close, file)
         os.ftruncate(file, size_bytes)
-        self._shared = mmap.mmap(file, size_bytes)
-        self.memory = torch.frombuffer(self._shared, dtype=torch.uint8)
+        self.mapped = mmap.mmap(file, size_bytes)
         """The bytes themselves: the other ranks see what is written here."""
-        self._private: dict[int, WeakSet[mmap.mmap]] = {}
-        """Private mappings that a tensor still uses, by their first byte."""
 
-    def map_privately(self, start: int, size_bytes: int) -> torch.Tensor:
-        """Return a new private mapping of some bytes; ``start`` is a multiple of the page size."""
-        mapped = mmap.mmap(self._file, size_bytes, flags=mmap.MAP_PRIVATE, offset=start)
-        self._private.setdefault(start, WeakSet()).add(mapped)
+
+class CommonWeights:
+    """One group's fp32 weights in common memory: each rank steps its shard, and all compute from the whole."""
+
+    def __init__(self, memory: CommonMemory, start: int, size_bytes: int, shard: slice) -> None:
+        """``start``: the group's first byte, a multiple of the page size. ``shard``: this rank's bytes of the group."""
+        self._memory, self._start, self._size_bytes = memory, start, size_bytes
+        whole = memoryview(memory.mapped)[start : start + size_bytes]
+        self.shard = torch.frombuffer(whole[shard], dtype=torch.uint8)
+        """The bytes of this rank's shard."""
+        self._private = WeakSet[mmap.mmap]()
+        """Mappings that a tensor of this rank still uses."""
+
+    def map_whole(self) -> torch.Tensor:
+        """Return a new private mapping of the whole group's bytes, for this rank alone to compute from."""
+        mapped = mmap.mmap(self._memory.file, self._size_bytes, flags=mmap.MAP_PRIVATE, offset=self._start)
+        self._private.add(mapped)
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
-    def is_mapped(self, start: int) -> bool:
-        """Return True if a tensor still uses a private mapping from this byte on: then do not `free`."""
-        return bool(self._private.get(start))
+    def is_mapped(self) -> bool:
+        """Return True if a tensor of this rank still uses such a mapping: then do not `free`."""
+        return bool(self._private)
 
-    def free(self, start: int, size_bytes: int) -> None:
-        """Return the pages of some bytes to the system; no rank reads or writes these bytes any more."""
-        self._shared.madvise(mmap.MADV_REMOVE, start, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    def free(self) -> None:
+        """Return the group's pages to the system; no rank reads or writes these bytes any more."""
+        self._memory.mapped.madvise(mmap.MADV_REMOVE, self._start, self._size_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -15,6 +15,7 @@ from ps_core._errors import IllegalTransition, UnsupportedParameter
 from ps_core._extents import STATES, Extent, Kind
 from ps_core.engine._devices.hide_from_modes import hidden_from_modes
 from ps_core.engine._memory.chunk import Chunk, SlotView
+from ps_core.engine._memory.common_memory import CommonWeights
 from ps_core.engine._parameters.assigned_gradient import AssignedGradient
 from ps_core.engine._parameters.state_transitions import (
     TRANSITIONS,
@@ -272,20 +273,6 @@ def count_updates(records: Collection[ParamState]) -> None:
             record.counted_version += 1
             parameters.append(record.parameter)
     torch._C._increment_version(parameters)
-
-
-@dataclass(frozen=True, slots=True)
-class CommonWeights:
-    """One group's fp32 weights in memory that all ranks map: each rank steps its shard, and all compute from them."""
-
-    shard: torch.Tensor
-    """The bytes of this rank's shard."""
-    map_whole: Callable[[], torch.Tensor]
-    """Returns a new mapping of the whole group's bytes, for this rank alone to compute from."""
-    is_mapped: Callable[[], bool]
-    """Returns True if a tensor of this rank still uses such a mapping."""
-    free: Callable[[], None]
-    """Returns the group's pages to the system, once no rank uses them."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

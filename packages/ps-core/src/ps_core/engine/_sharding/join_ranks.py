@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
 from mmap import PAGESIZE
@@ -22,11 +21,10 @@ from ps_core._simulate.machine import machine as find_machine
 from ps_core._simulate.transport import transport
 from ps_core.engine._devices.cpu.device import CpuDevice
 from ps_core.engine._devices.device import Device
-from ps_core.engine._memory.common_memory import CommonMemory
+from ps_core.engine._memory.common_memory import CommonMemory, CommonWeights
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._optim.rules import OptimizerRule
 from ps_core.engine._parameters.grouping import Grouping
-from ps_core.engine._parameters.param_state import CommonWeights
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._support.checksum import checksum
 from ps_core.engine._support.log import log_line
@@ -134,15 +132,8 @@ class GroupJoin:
         if common is None or not all(row[0] for row in mapped):
             return
         for group, start, size in zip(groups, starts, sizes, strict=False):
-            first, own = start + size // group.ranks * group.rank, size // group.ranks
-            group.map_weights(
-                CommonWeights(
-                    common.memory[first : first + own],
-                    partial(common.map_privately, start, size),
-                    partial(common.is_mapped, start),
-                    partial(common.free, start, size),
-                )
-            )
+            own = size // group.ranks
+            group.map_weights(CommonWeights(common, start, size, slice(own * group.rank, own * (group.rank + 1))))
 
     def values(self, values: Values) -> Values:
         """Yield the same values; at the end raise `RanksDiverged` if ranks were given different ones."""
