@@ -237,7 +237,6 @@ class TorchCollectives:
         """
         peers = self.mesh.shard_peers if shards_only else self.mesh.everyone
         mine = torch.tensor(list(values), dtype=torch.float64, device="cpu")
-        self._check_open("agreement")
         rows = self.start(lambda session: session.gather_rows("agreement", what, mine, peers)).wait()
         found: list[list[float]] = rows.tolist()
         return found

@@ -179,7 +179,11 @@ def _found_in_time(
         own = store.clone()
         if owned:
             own.set_timeout(timedelta(seconds=timeout_s))
-        facts = _versions() | {
+        facts = {  # messages and arithmetic depend on these
+            "ps-core": ps_core.__version__,
+            "ps-dist": __version__,
+            "torch": torch.__version__,
+            "the byte order": sys.byteorder,
             "the number of processes": str(ranks),
             "replicate": str(replicate),
             "transport": shown,
@@ -203,16 +207,6 @@ def _found_in_time(
         )
     found: _Found = call.result
     return found
-
-
-def _versions() -> dict[str, str]:
-    """Return what has to be the same on all ranks because messages and arithmetic depend on it."""
-    return {
-        "ps-core": ps_core.__version__,
-        "ps-dist": __version__,
-        "torch": torch.__version__,
-        "the byte order": sys.byteorder,
-    }
 
 
 def _store_rank() -> int | None:
