@@ -67,9 +67,9 @@ def reason(log: Log) -> str:
     """What the one line says before the plan's."""
     found, plan = log.messages
     assert plan.startswith("Returns: planned ")
-    assert found.startswith("Returns: not foreseen (")
+    assert found.startswith("Returns: no trace was possible (")
     assert found.endswith(")" + REST)
-    return found.removeprefix("Returns: not foreseen (").removesuffix(")" + REST)
+    return found.removeprefix("Returns: no trace was possible (").removesuffix(")" + REST)
 
 
 WITHOUT_LOSS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
@@ -92,7 +92,7 @@ def test_a_model_without_a_loss_is_not_worth_a_line(kind: str, device: Any, capl
         train(Returns(make), device, loss_of)
     assert caplog.messages[:2] == [
         "Returns: tracing the pass with fake tensors",
-        f"Returns: not foreseen (the model returns no loss){REST}",
+        f"Returns: no trace was possible (the model returns no loss){REST}",
     ]
 
 
@@ -155,7 +155,7 @@ def test_cuda_that_has_begun_is_no_reason(device: Any, caplog: Log, monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with caplog.at_level("INFO", "ps_core"):
         train(Returns(mean), device, planned=3)
-    assert not any("not foreseen" in line for line in caplog.messages)
+    assert not any("no trace" in line for line in caplog.messages)
 
 
 class Unmoved(nn.Module):
@@ -176,4 +176,6 @@ def test_a_backward_pass_that_reaches_nothing_is_said(caplog: Log) -> None:
     with caplog.at_level("INFO", "ps_core"):
         model(torch.randn(4, WIDTH)).backward()
     let_go(model)
-    assert caplog.messages == [f"Unmoved: not foreseen (its backward pass reaches no parameter that is moved){REST}"]
+    assert caplog.messages == [
+        f"Unmoved: no trace was possible (its backward pass reaches no parameter that is moved){REST}"
+    ]

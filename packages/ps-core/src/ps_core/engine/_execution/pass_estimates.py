@@ -35,7 +35,7 @@ class PassEstimates:
                 module, args, kwargs, records=engine.records, cast=self._cast, shared=engine.management.shared
             )
         except NotForeseen as why:
-            text = f"not foreseen ({why}): this pass runs on demand and is recorded"
+            text = f"no trace was possible ({why}): this pass runs on demand and is recorded"
             if isinstance(why, ReturnsNoLoss):
                 say_if_debugging(f"{self._model_name}: {text}")
             else:
