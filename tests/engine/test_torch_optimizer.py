@@ -453,7 +453,7 @@ def test_settings_that_change_the_states_are_refused_at_the_step() -> None:
     optimizer.param_groups[0]["momentum"] = 0.9
     next_token(model, *tokens(1)).backward()
     with pytest.raises(
-        InvalidInput, match=r"keeps momentum_buffer for each parameter; memory was laid out for nothing"
+        InvalidInput, match=r"keeps momentum_buffer for each parameter; memory was laid out for no state"
     ):
         optimizer.step()
     optimizer.param_groups[0]["momentum"] = 0.0

@@ -112,7 +112,7 @@ class TorchRule:
         if set(found) != set(stepper.names):
             raise InvalidInput(
                 f"param_groups[{index}] was changed so that {stepper.name} keeps {', '.join(found) or 'nothing'} for "
-                f"each parameter; memory was laid out for {', '.join(stepper.names) or 'nothing'}: give such settings "
+                f"each parameter; memory was laid out for {', '.join(stepper.names) or 'no state'}: give such settings "
                 "to TorchOptimizer(...), and leave them"
             )
         return stepper.settings(values)
