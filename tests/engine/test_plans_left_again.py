@@ -116,6 +116,33 @@ def test_one_line_says_why_passes_leave_the_plan(caplog: pytest.LogCaptureFixtur
     assert lines[0].endswith("; another plan is made if this goes on")
 
 
+class WithLoss(Heads):
+    """Returns its loss, so that the first pass is traced."""
+
+    def forward(self, x: Tensor, head: str, skipped: int = -1) -> Tensor:
+        return super().forward(x, head, skipped).square().mean()
+
+
+def test_one_line_says_that_a_hook_reads_gradients_amid_a_planned_pass(caplog: pytest.LogCaptureFixture) -> None:
+    options, norms = Options(group_bytes=GROUP_BYTES), []
+    with (
+        caplog.at_level(logging.INFO, "ps_core"),
+        chunked_model(WithLoss(), precision="fp32", budget=BUDGET, options=options) as (model, optimizer),
+    ):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda each: norms.append(float(each.grad.norm())))
+        for _ in range(6):
+            model(torch.randn(8, WIDTH), "one").backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert "a hook reads gradients" in statistics(model).last_divergence
+    lines = [each.message for each in caplog.records if "planned" not in each.message]
+    assert len(lines) == 1
+    assert lines[0].startswith(
+        "WithLoss: passes leave their plan, and run on demand from there: in backward a hook reads gradients or states"
+    )
+
+
 @pytest.mark.parametrize("told", [1, 3])
 def test_a_line_says_that_a_step_has_more_backward_passes_than_was_told(
     told: int, caplog: pytest.LogCaptureFixture

@@ -446,8 +446,9 @@ class PassTracker:
             try:
                 self.driver.finish()
             except BaseException as why:  # out of memory, say: the plan is left, or its home slots stayed lent
+                ended = isinstance(why, Diverged) and recording.irregular == ENDED_IN_BACKWARD
                 recording.irregular = LEFT_PLAN
-                self.diverge(why if isinstance(why, Diverged) else Diverged(str(why)))
+                self.diverge(Diverged(ENDED_IN_BACKWARD if ended else str(why)))
                 self._finish_without_plan(broken_by)
                 if not isinstance(why, Diverged):
                     raise

@@ -349,7 +349,7 @@ class PlanScheduler:
         if not measured:
             return
         served = in_force.serves(batch)
-        if served and recording.left_plan and recording.makes_gradients:
+        if (served or in_force.estimated) and recording.left_plan and recording.makes_gradients:
             why = too_many_passes(self._passes_of_step, self._setup.accumulate)
             why = why or self._engine.counters.last_divergence
             self._left.note(passes.gradient_passes, why, several=bool(batch.later))
@@ -357,7 +357,7 @@ class PlanScheduler:
             return
         if recording.training is not self._setup.training:
             self._others.note_evaluation(in_force.plan, recording, batch, self._engine.constant_bytes)
-        elif (not served or self._left.note_recorded()) and (
+        elif (self._left.note_recorded() or not served) and (
             not batch.later or self._others.confirms(recording, in_force.source)
         ):
             in_force.plan_next(self._others.beside_dropped(recording, batch), batch)
