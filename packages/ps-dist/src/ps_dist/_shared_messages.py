@@ -83,9 +83,7 @@ class SharedMessages(PeerMessages):
 
         reading = _Reading([self._connections[peer] for peer in peers], numel * size, read_bytes)
         self.received_bytes[operation] += numel * size * len(peers)
-        self._transfer(tag, sends, [reading] if peers else [])
-        if not peers:
-            read(slice(0, numel), [])
+        self._transfer(tag, sends, [reading])
 
     def share_file(self, file: int) -> int:
         """Return a descriptor of rank 0's ``file``; all ranks call this."""
@@ -191,7 +189,7 @@ class _Outside:
 
 
 class _Reading:
-    """What is read from one rank, or from several side by side."""
+    """What is read from one rank, or from several side by side; from none: there is nothing to wait for."""
 
     def __init__(
         self, connections: Sequence[PeerConnection], size: int, read: Callable[[slice, list[Tensor]], None]
@@ -215,7 +213,7 @@ class _Reading:
         told = []
         while self.can_advance(tag):
             heads = [head for connection in self._connections if (head := connection.head(tag)) is not None]
-            width = min(self._size - self._done, *(head.memory.nbytes - head.read_bytes for head in heads))
+            width = min([self._size - self._done, *(head.memory.nbytes - head.read_bytes for head in heads)])
             self._read(slice(self._done, self._done + width), [_next_bytes(head, width) for head in heads])
             self._done += width
             told += [each for each, head in zip(self._connections, heads, strict=True) if _is_over(each, head)]
