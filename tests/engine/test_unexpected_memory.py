@@ -66,6 +66,19 @@ def test_passes_with_a_number_that_always_changes_follow_the_plan() -> None:
     assert counted.tiers["device"].peak_bytes <= counted.tiers["device"].budget_bytes
 
 
+class Odd(int):
+    """A number that cannot be hashed, and compares itself in its own way."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared")
+
+
+def test_numbers_with_code_of_their_own_are_not_compared() -> None:
+    assert train("200KiB", *({"samples": Odd(1)} for _ in range(4))).planned_passes >= 3
+
+
 @pytest.mark.parametrize("budget", ["216KiB", "232KiB", "248KiB"])
 def test_a_pass_that_left_its_plan_has_all_memory_for_what_follows(budget: str) -> None:
     """Weights that the plan kept on the device make room, as in a first pass."""

@@ -186,8 +186,10 @@ class PlanScheduler:
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and not value.is_nested:
                 key.append((value.shape, value.dtype))
-            elif value is None or isinstance(value, VALUES):
+            elif value is None or type(value) in VALUES:
                 values.append(value)
+            elif isinstance(value, VALUES):
+                values.append(type(value))  # code of its own would compare it
             else:
                 known = False
         if values != self._values:
