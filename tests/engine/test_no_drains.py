@@ -81,5 +81,5 @@ def test_sums_and_norms_of_a_planned_step(precision: str, passes: int, monkeypat
     below = counts["sum"] / passes
     assert 0 < below <= after.groups, "one sum a group and pass, however many tensors it has"
     assert counts["drains"] == 0
-    assert counts["norm"] == below, "by one call"
+    assert counts["norms"] == below, "by one call"
     assert counted.counts["measures"] == after.groups < len(list(model.parameters()))

@@ -50,17 +50,25 @@ class OnDemandDriver:
         ledger = self._store.ledger
         before = ledger.used_bytes[0]
         self.highest_nonmodel_bytes = None
-        for group in [group for group in self.fetched if group not in self._present]:
-            if before - ledger.used_bytes[0] < needed_bytes and self._residency.evict(group):
-                del self.fetched[group]
+        self._evict_others(before - needed_bytes)
         if before - ledger.used_bytes[0] < needed_bytes:
             self._free_home_slots()
+            self._evict_others(before - needed_bytes)
         return before - ledger.used_bytes[0]
 
+    def _evict_others(self, wanted_bytes: int) -> None:
+        """Evict groups that the present moment does not use, until so many bytes of the compute tier are in use."""
+        for group in [group for group in self.fetched if group not in self._present]:
+            if self._store.ledger.used_bytes[0] > wanted_bytes and self._residency.evict(group):
+                del self.fetched[group]
+
     def _free_home_slots(self) -> None:
+        """Move home slots down, once a pass; those of groups in use are copies then, and evicted as such."""
         lower, self._lower_homes = self._lower_homes, None
         if lower is not None:
             lower()
+            copies = [group for group in self._residency.groups if 0 in group.weight_chunk.copies]
+            self.fetched = dict.fromkeys(copies) | self.fetched
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
         """Fetch the groups of these parameters, and of these gradients, to the compute tier."""
@@ -96,6 +104,7 @@ class OnDemandDriver:
         make_room(lambda: cache and has_room(self._store, sizes, nonmodel_bytes=nonmodel), evict_next)
         if ledger.used_bytes[0] + sum(sizes) + ledger.nonmodel_bytes > capacity:
             self._free_home_slots()
+            self._evict_others(0)
         total = ledger.used_bytes[0] + sum(_missing_bytes(needed)) + ledger.nonmodel_bytes
         if total > capacity:
             groups, nonmodel = self._residency.groups, ledger.nonmodel_bytes

@@ -9,8 +9,9 @@ other batches. After that the other batches must come in 2, 4, 8 ... steps in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from ps_core._extents import SegmentName
 from ps_core.engine._execution.engine_plan import EnginePlan
@@ -23,7 +24,7 @@ _JOINS = 3
 _MOST_EVALUATIONS = 8
 """Evaluations of so many shapes are remembered."""
 _MOST_VALUES = 64
-"""So many passes of a plan are measured because they were called with numbers or texts that are new."""
+"""So many passes of a plan are measured because they were called with numbers or texts that were not."""
 
 
 class OtherBatches:
@@ -47,10 +48,15 @@ class OtherBatches:
         """The batch of the last evaluation on demand, and its peak of non-model bytes."""
         self.evaluations: tuple[BatchShape, ...] = ()
         """Batches of evaluations that the plan serves: they ran on demand, and took no more than it leaves free."""
-        self._values: Hashable = ()
-        """The arguments besides tensors of the last call that differed in them from the call before."""
-        self._known: set[Hashable] = set()
-        """Those of the calls since the plan in force was made."""
+        self._measured: dict[tuple[bool, tuple[Any, ...]], BatchShape] = {}
+        """The batches that the plan in force was made for, or that were measured since.
+
+        By the arguments besides tensors, of passes with gradients (True) and without.
+        """
+        self.last_known: dict[bool, BatchShape | None] = {True: None, False: None}
+        """The last batch that `values_are_new` was asked for since then, of passes with gradients and without."""
+        self._values_left = _MOST_VALUES
+        """Number of passes that `values_are_new` still has measured."""
 
     def note_dropped(self, recording: PassRecording, batch: BatchShape) -> None:
         """Remember a forward pass with gradients that no backward pass followed."""
@@ -67,20 +73,31 @@ class OtherBatches:
         forward = [_with_room(*pair) for pair in zip(recording.moments[:count], dropped.moments, strict=True)]
         return replace(recording, moments=forward + recording.moments[count:])
 
-    def begin_plan(self) -> None:
-        """Forget what the plan before served; another plan, from the last pass, or none is in force."""
+    def forget_dropped(self) -> None:
+        """Forget the forward pass with gradients that no backward pass followed: no plan has room for it."""
+        self._dropped = None
+
+    def begin_plan(self, batch: BatchShape | None) -> None:
+        """Forget what the plan before served; another plan for this batch, or none, is in force."""
         self.evaluations, self.in_a_row = (), 0
-        self._known = {self._values}
+        self._measured, self._values_left = {}, _MOST_VALUES
+        self.last_known = {True: None, False: None}
+        if batch is not None:
+            both = replace(batch, later=(), others=())
+            self._measured = {(training, batch.values): both for training in (True, False)}
 
-    def values_are_new(self, values: Hashable) -> bool:
-        """Return True if the plan has not seen a call with these arguments besides tensors, and not many others.
+    def values_are_new(self, batch: BatchShape, *, training: bool) -> bool:
+        """Return True if no pass by the plan with these arguments besides tensors was measured, and not too many were.
 
-        They may be what a moment's memory depends on: a number of samples, or a flag.
+        They may be what a moment's memory depends on: a number of samples, or a flag. The caller measures the pass.
         """
-        self._values = values
-        if values in self._known or len(self._known) >= _MOST_VALUES:
+        self.last_known[training] = batch
+        key = training, batch.values
+        measured = self._measured.get(key)
+        if not self._values_left or (measured is not None and measured.covers(batch)):
             return False
-        self._known.add(values)
+        self._values_left -= 1
+        self._measured[key] = batch if measured is None else measured.beside(batch)
         return True
 
     def end_row(self) -> None:

@@ -73,7 +73,7 @@ class PlanInForce:
         """Drop the plan and all that it was made from, or was to be."""
         self.plan = self.found = self.source = None
         self.estimated = self.recorded = False
-        self._others.begin_plan()
+        self._others.begin_plan(None)
 
     def foresee(self, recording: PassRecording, batch: BatchShape) -> None:
         """Plan a pass that was estimated; if it does not fit, it runs on demand."""
@@ -107,7 +107,7 @@ class PlanInForce:
         if self.source is not None and not self.estimated:
             roomier = self._others.beside_dropped(*self.source)
             if roomier.moments != self.source[0].moments:
-                self.found = roomier, self.source[1]
+                self.found = self.source
                 return
         self.plan, self.estimated = None, False  # so the next pass is served and recorded on demand
 
@@ -124,13 +124,23 @@ class PlanInForce:
         if done is None:
             if before is not None and not self.estimated and not self._others.is_due(batch, self.batch):
                 return
-            done = self.adopt(recording, batch)
+            done = self._adopt_roomier(recording, batch)
         if not done:
             self.found = recording, batch  # memory has live aliases: try again after the next pass
             return
         if self.recorded and self.plan is not before:
             self._engine.counters.replanned()
         self._end_replan()
+
+    def _adopt_roomier(self, recording: PassRecording, batch: BatchShape) -> bool:
+        """Plan as `adopt` does, with room for a forward pass whose graph was dropped if such a plan fits."""
+        roomier = self._others.beside_dropped(recording, batch)
+        if roomier is not recording:
+            try:
+                return self.adopt(roomier, batch)
+            except DoesNotFit:
+                self._others.forget_dropped()
+        return self.adopt(recording, batch)
 
     def _end_replan(self) -> None:
         """Note that the plan is from a pass that ran: it will stay, so what the home slots left is given back."""
@@ -160,7 +170,7 @@ class PlanInForce:
         plan = self._asking.find(recording, batch, self._spare_bytes)
         if not self._put(plan, recording, batch):
             return False
-        self._others.begin_plan()
+        self._others.begin_plan(batch)
         self._say(
             f"planned {len(plan.recording.moments)} moments of {len(plan.order)} groups in "
             f"{time.monotonic() - started:.1f} s; {plan.planned.prediction.step_time_s:.3g} s a step are predicted for "

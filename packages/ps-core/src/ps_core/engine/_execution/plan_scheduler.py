@@ -41,7 +41,7 @@ from ps_core.engine._parameters.state_transitions import GradientPlace
 from ps_core.engine._support.interrupts import defer_interrupts_installing
 from ps_core.engine._support.log import log_line
 from ps_core.engine._tracing.batch_shape import BatchShape, batch_of, within_a_module
-from ps_core.engine._tracing.input_tensors import VALUES
+from ps_core.engine._tracing.input_tensors import VALUES, comparable
 from ps_core.engine._tracing.pass_recording import MOST_CALLS, PassRecording
 
 _WATCHED_EVERY = 32
@@ -71,12 +71,8 @@ class PlanScheduler:
         """The last call of a part of the model, or else the model's first one; None: the pass began elsewhere."""
         self._before_step = 0
         """Number of passes with gradients before this step's first."""
-        self._seen: tuple[list[Any], BatchShape] = [], BatchShape()
-        """Shapes and types of the last call's arguments, and their batch shape."""
-        self._values: list[Any] = []
-        """The last call's arguments besides tensors: names, numbers, texts."""
-        self._new_values = False
-        """True if the plan may not have seen a call with these."""
+        self._seen: tuple[list[Any], list[Any], BatchShape] = [], [], BatchShape()
+        """Shapes and types of the last call's tensors, its other arguments, and their batch shape."""
         self._tried = False
         """True if the first pass was tried with fake tensors."""
         self._measured: BatchShape | None = None
@@ -186,19 +182,17 @@ class PlanScheduler:
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and not value.is_nested:
                 key.append((value.shape, value.dtype))
-            elif value is None or type(value) in VALUES:
-                values.append(value)
-            elif isinstance(value, VALUES):
-                values.append(type(value))  # code of its own would compare it
+            elif value is None:
+                values.append(None)
+            elif issubclass(type(value), VALUES):
+                values.append(comparable(value))
             else:
                 known = False
-        if values != self._values:
-            self._values, self._new_values = values, self._others.values_are_new(tuple(values))
         if not known:
-            return batch_of(args, kwargs)
-        if key != self._seen[0]:
-            self._seen = key, batch_of(args, kwargs)
-        return self._seen[1]
+            return replace(batch_of(args, kwargs), values=tuple(values))
+        if key != self._seen[0] or values != self._seen[1]:
+            self._seen = key, values, replace(batch_of(args, kwargs), values=tuple(values))
+        return self._seen[2]
 
     @defer_interrupts_installing
     def _recover(self) -> None:
@@ -228,8 +222,8 @@ class PlanScheduler:
         self._served, self._part, self._batch = self._batch, self._batch, None
         if engine.resident:
             known = self._measured is not None and self._measured.covers(self._served)
-            tracked, self._new_values = self._new_values or not known, False
-            return ResidentDriver(tracked=tracked)
+            new = self._served is not self._others.last_known[training] and self._has_new_values(training)
+            return ResidentDriver(tracked=new or not known)
         if self._served is None and training and self._setup.training:
             self._served = self._part = called_part()
         demand = engine.demand
@@ -275,7 +269,7 @@ class PlanScheduler:
                 self._before_step = engine.passes.gradient_passes  # earlier gradients were forgotten
             micro = plan.micro_segments
             segment = micro[min(self._passes_of_step, len(micro) - 1)]
-        tracked = training is self._setup.training and self._is_watched()
+        tracked = training is self._setup.training and self._is_watched(training)
         stepping = (engine.speculation or engine.stepping) if training else None
         return self._replay(plan, segment, tracked=tracked, stepping=stepping)
 
@@ -296,10 +290,14 @@ class PlanScheduler:
             self._engine.store.device.cap_allocator(None)
         return self._engine.demand
 
-    def _is_watched(self) -> bool:
+    def _has_new_values(self, training: bool) -> bool:
+        """Return True if the call that begins a pass has arguments besides tensors that were not measured."""
+        return self._served is not None and self._others.values_are_new(self._served, training=training)
+
+    def _is_watched(self, training: bool) -> bool:
         """Return True if the non-model bytes of a planned pass are counted."""
         self._replayed += 1
-        new, self._new_values = self._new_values, False
+        new = self._served is not self._others.last_known[training] and self._has_new_values(training)
         return new or self._in_force.estimated or self._replayed % _WATCHED_EVERY == 0
 
     def _free_for_unplanned(self, training: bool) -> None:
@@ -362,7 +360,7 @@ class PlanScheduler:
         elif (self._left.note_recorded() or not served) and (
             not batch.later or self._others.confirms(recording, in_force.source)
         ):
-            in_force.plan_next(self._others.beside_dropped(recording, batch), batch)
+            in_force.plan_next(recording, batch)
 
     # Steps.
 

@@ -165,7 +165,7 @@ class RanksScheduler(PlanScheduler):
         elif not why and self._homes.elsewhere and not self._homes.move_to_plan(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if not why:
-            return self._replay(plan, segment, tracked=training is self._setup.training and self._is_watched())
+            return self._replay(plan, segment, tracked=training is self._setup.training and self._is_watched(training))
         self._engine.counters.diverged(why)
         queue = queue_for_pass(self._residency, training=training)
         collectives = collectives_of(plan, plan.segments[segment])

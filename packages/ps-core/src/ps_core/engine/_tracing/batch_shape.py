@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import zip_longest
 from types import FrameType
 from typing import Any
@@ -30,6 +30,8 @@ class BatchShape:
     """Batches of other structures or shapes that the same plan serves."""
     part: str = ""
     """The class of the part of the model that was called; empty: the model itself was."""
+    values: tuple[Any, ...] = field(default=(), compare=False)
+    """The call's arguments besides tensors: names, numbers, texts."""
 
     @property
     def dimensions(self) -> tuple[str | int, ...]:
@@ -71,7 +73,7 @@ class BatchShape:
         mine = [replace(each, others=()) for each in (self, *self.others)]
         kept = [each for each in mine if not other.covers(each)]
         tokens, others = max(self.tokens, other.tokens), tuple(kept[:_MOST_OTHERS])
-        return BatchShape(other.shapes, tokens, other.later, others, other.part)
+        return BatchShape(other.shapes, tokens, other.later, others, other.part, other.values)
 
     def is_like(self, other: BatchShape) -> bool:
         """Return True if one batch can cover both: all calls that both have, have inputs of the same dimensions."""

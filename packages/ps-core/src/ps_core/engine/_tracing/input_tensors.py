@@ -27,6 +27,15 @@ _MOST_STEPS, _MOST_OBJECTS = 12, 1000
 """An object graph is followed so far, and through so many containers and objects."""
 
 
+def comparable(value: Any) -> Any:
+    """Return one of the ``VALUES``; or what stands for it where code of its own class would compare it."""
+    kind = type(value)
+    if kind in VALUES:
+        return value
+    base = next(each for each in VALUES if issubclass(kind, each))
+    return base, base.__hash__(value)
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors in nested dictionaries, lists, tuples and attributes of objects.
 
