@@ -9,9 +9,10 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import ps_dist
@@ -21,11 +22,12 @@ _WAIT_S = 180.0
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """A port that nobody listens on just now, and that the system gives to no connection until ranks have started."""
+    while True:
+        port = SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def torchrun(program: Path, *, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
