@@ -162,6 +162,24 @@ def test_a_line_says_that_a_step_has_more_backward_passes_than_was_told(
     assert ("accumulation_steps=1" in counted.last_divergence) is (told == 1)
 
 
+@pytest.mark.parametrize("loop", ["an evaluation before the step", "gradients forgotten without a step"])
+def test_other_loops_are_not_told_of_accumulation(loop: str, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, "ps_core"),
+        chunked_model(Heads(), precision="bf16") as (model, optimizer),
+    ):
+        for number in range(12):
+            model(torch.randn(8, WIDTH), "one").float().square().mean().backward()
+            if loop == "an evaluation before the step":
+                with torch.no_grad():
+                    model(torch.randn(8, WIDTH), "one")
+            if loop == "an evaluation before the step" or number % 3 == 2:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert "accumulation_steps" not in statistics(model).last_divergence
+    assert not [each.message for each in caplog.records if "accumulation_steps" in each.message]
+
+
 def test_reading_weights_before_the_first_step_is_no_pass_without_a_plan(caplog: pytest.LogCaptureFixture) -> None:
     """Loops read them that log the norms of gradients and weights."""
     with caplog.at_level(logging.INFO, "ps_core"), chunked_model(Heads(), precision="fp32") as (model, optimizer):

@@ -245,17 +245,19 @@ class PlanScheduler:
             demand.expect(plan.nonmodel_bytes)
         if demand.fetched:
             demand.finish()  # copies that had live aliases when the last pass ended
+        if training and self._passes_of_step and not engine.holds_gradients():
+            self._before_step = engine.passes.gradient_passes  # earlier gradients were forgotten
         trains = not training or self._setup.training
         why = "" if trains else "a backward pass of a model without an optimizer"
         why = why or why_not_ready(plan, engine.groups, engine.gradients.sums)
         if not why and self._homes.elsewhere and not self._homes.move_to_plan(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if why:
-            if self._setup.training:
-                why = too_many_passes(self._passes_of_step + 1, self._setup.accumulate) or why
-            engine.counters.diverged(why)
             if training:
+                if self._setup.training:
+                    why = too_many_passes(self._passes_of_step + 1, self._setup.accumulate) or why
                 self._left.note_refused(why)
+            engine.counters.diverged(why)
             self._free_for_unplanned(training)
             return self._uncapped()
         if self._caps:  # not by an estimate, which misses what a device's libraries take for themselves
@@ -265,8 +267,6 @@ class PlanScheduler:
         if not training:
             segment = SegmentName.EVAL
         else:
-            if self._passes_of_step and not engine.holds_gradients():
-                self._before_step = engine.passes.gradient_passes  # earlier gradients were forgotten
             micro = plan.micro_segments
             segment = micro[min(self._passes_of_step, len(micro) - 1)]
         tracked = training is self._setup.training and self._is_watched(training)
