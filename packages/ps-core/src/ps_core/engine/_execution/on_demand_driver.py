@@ -102,10 +102,11 @@ class OnDemandDriver:
 
         sizes = _missing_bytes(needed)
         make_room(lambda: cache and has_room(self._store, sizes, nonmodel_bytes=nonmodel), evict_next)
-        if ledger.used_bytes[0] + sum(sizes) + ledger.nonmodel_bytes > capacity:
+        total = ledger.used_bytes[0] + sum(sizes) + ledger.nonmodel_bytes
+        if total > capacity:
             self._free_home_slots()
             self._evict_others(0)
-        total = ledger.used_bytes[0] + sum(_missing_bytes(needed)) + ledger.nonmodel_bytes
+            total = ledger.used_bytes[0] + sum(_missing_bytes(needed)) + ledger.nonmodel_bytes
         if total > capacity:
             groups, nonmodel = self._residency.groups, ledger.nonmodel_bytes
             raise compute_tier_too_small(self._store, groups, name, total, nonmodel, proven=True)

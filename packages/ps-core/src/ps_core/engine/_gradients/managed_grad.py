@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ps_core._errors import InvalidInput
+from ps_core.engine._gradients.loss_scale import LARGEST
 from ps_core.engine._support.calling_code import calling_code
 from ps_core.engine._support.not_compiled import not_compiled
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _GET_DTYPE = getattr(torch.Tensor, "dtype").__get__  # noqa: B009 - torch's stubs type the property as its value
-_LARGEST = torch.finfo(torch.float32).max
 View = Callable[[torch.Tensor], torch.Tensor]
 
 MEMORY = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory"})
@@ -281,7 +281,7 @@ def _as_number(factor: Any) -> float | None:
     if isinstance(factor, torch.Tensor) and (isinstance(factor, ManagedGrad) or factor.numel() != 1):
         return None
     number = float(factor)
-    return None if _LARGEST < abs(number) < inf else number
+    return None if LARGEST < abs(number) < inf else number
 
 
 def _is_whole(grad: Any) -> bool:

@@ -24,6 +24,7 @@ import torch
 from ps_core._extents import STATES, Kind
 from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, GradientStore, concatenate
 from ps_core.engine._gradients.gradient_sums import Launch, measured
+from ps_core.engine._gradients.loss_scale import LARGEST
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._optim.settings import Progress, Scalars, StepSettings
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState, count_updates
@@ -32,7 +33,6 @@ from ps_core.engine._support.log import warn
 
 SettingsOf = Callable[[ParamState], StepSettings]
 _DEVICE = attrgetter("device")
-_LARGEST = torch.finfo(torch.float32).max
 
 
 class _StepRun(NamedTuple):
@@ -269,7 +269,7 @@ def decide(records: list[ParamState], parts: list[torch.Tensor], max_norm: float
         if flag:
             broken.append(record.name)
     norm = math.sqrt(total) / scale if total >= 0 else math.nan
-    if broken or not norm <= _LARGEST:
+    if broken or not norm <= LARGEST:
         return StepDecision(math.inf if broken else norm, True, 0.0, tuple(broken))
     return StepDecision(norm, False, clip_factor(norm, max_norm) / scale)
 

@@ -156,13 +156,16 @@ CollectiveOrdering: TypeAlias = BlockingCollectives | StreamCollectives
 
 
 class CollectiveWaits:
-    """What the collectives of one segment of a plan wait for, and what waits for them."""
+    """Orders the collectives of one segment of a plan with its other queues.
+
+    See [Note: collectives of a plan on a stream].
+    """
 
     def __init__(self, device: Device, ordering: CollectiveOrdering, *, poison: bool) -> None:
         """``poison``: the host thread fills released slots, also on the stream of collectives."""
         self._device, self._ordering, self._poison = device, ordering, poison
         self._before_next: list[Event] = []
-        """What the next collective waits for."""
+        """Events that the next collective waits for."""
         self._ended: list[Event | None] = []
         """The ends of the collectives that the other thread is done with, in order, without their memory."""
         self._last_user: dict[int, int] = {}
@@ -170,7 +173,7 @@ class CollectiveWaits:
         self._behind: dict[int, tuple[int, tuple[Event, ...]]] = {}
         """For each reservation and release on the collective queue: how many had ended, and what else comes before."""
         self._reached = dict.fromkeys(ORDERED_QUEUES, 0)
-        """How many collectives each queue waits for."""
+        """Number of the first collectives that each queue waits for already."""
 
     def before_next(self, events: Iterable[Event]) -> None:
         """Make the next collective wait for these events."""

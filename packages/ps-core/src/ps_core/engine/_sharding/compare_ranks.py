@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain, groupby, repeat
 
+from ps_core._errors import RanksDiverged
 from ps_core.engine._optim.group_step import SettingsOf
 from ps_core.engine._parameters.param_state import ParamState
 from ps_core.engine._parameters.state_transitions import GradientPlace
@@ -121,10 +122,11 @@ class RankComparison:
         rows = self._together.all_values([*mine, *told], "what optimizer.step() goes by")
         self.agreed_to_plan = any(row[1] for row in rows)
         self._agree_on_free_bytes(row[2] for row in rows)
-        if len({row[0] for row in rows}) > 1:
-            for name, value in items.items():
-                self._together.agree(f"when optimizer.step() is called, {name}", value)
-        return [row[3:] for row in rows]
+        if len({row[0] for row in rows}) == 1:
+            return [row[3:] for row in rows]
+        for name, value in items.items():
+            self._together.agree(f"when optimizer.step() is called, {name}", value)
+        raise RanksDiverged("what optimizer.step() goes by must be the same on all ranks")
 
     def _text(self) -> str:
         more = f", and {self._count - len(self._shown)} more" if self._count > len(self._shown) else ""

@@ -71,13 +71,6 @@ class RanksPlan(PlanInForce):
         if wanted:
             self.plan_next(recording, batch)
 
-    def plan_roomier(self) -> None:
-        """Plan anew after a pass that took more than was planned, with room for one whose graph was dropped."""
-        super().plan_roomier()
-        if self.found is not None and self.found is self.source:
-            recording, batch = self.found
-            self.found = self._others.beside_dropped(recording, batch), batch
-
     def wants_plan(self) -> bool:
         """Return True if this rank has a new recording, and it is time for a plan; called once a step."""
         self._steps_until_plan = max(0, self._steps_until_plan - 1)
