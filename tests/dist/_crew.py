@@ -22,7 +22,10 @@ _WAIT_S = 180.0
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now, and that the system gives to no connection until ranks have started."""
+    """Return a free port outside of the range from which the system takes ports for connections.
+
+    Ranks take seconds to start; a connection could have taken another port meanwhile.
+    """
     while True:
         port = SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, suppress(OSError):

@@ -67,7 +67,7 @@ def fits(budget: str, *calls: dict[str, Any], **where: Any) -> bool:
 
 @pytest.mark.parametrize("budget", ["72KiB", "128KiB", "200KiB"])
 def test_a_pass_with_another_number_is_measured(budget: str) -> None:
-    """It raises as it would without a plan, and is not carried out over the budget unseen."""
+    """It raises `DoesNotFit` as a first pass does; without measuring it would exceed the budget in silence."""
     assert fits(budget, *[{}] * 6)
     assert not fits(budget, {"samples": 60})
     assert not fits(budget, *[{}] * PLAIN_STEPS, {"samples": 60})
@@ -77,19 +77,6 @@ def test_passes_with_a_number_that_always_changes_follow_the_plan() -> None:
     counted = train("200KiB", *({"samples": number % 3 + 1} for number in range(12)))
     assert counted.planned_passes >= 9
     assert counted.tiers["device"].peak_bytes <= counted.tiers["device"].budget_bytes
-
-
-class Odd(int):
-    """A number that cannot be hashed, and compares itself in its own way."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        raise AssertionError("compared")
-
-
-def test_numbers_with_code_of_their_own_are_not_compared() -> None:
-    assert train("200KiB", *({"samples": Odd(1)} for _ in range(4))).planned_passes >= 3
 
 
 @pytest.mark.parametrize("budget", ["216KiB", "232KiB", "248KiB"])
@@ -132,7 +119,7 @@ def test_texts_that_cannot_be_compared_are_no_hindrance() -> None:
 
 
 def test_training_goes_on_after_a_dropped_pass_that_no_plan_has_room_for() -> None:
-    """It left its plan, and is over; the steps behind it are not refused for it."""
+    """The dropped pass itself may not raise any more. Later steps must not raise in its place."""
     counted = train("128KiB", *[{}] * PLAIN_STEPS, {"samples": 60, "looks": "with gradients"}, *[{}] * 3)
     assert counted.divergences == 1
     assert "takes more than was planned" in counted.last_divergence

@@ -104,7 +104,7 @@ def test_an_idle_processor_comes_back_to_older_ones(share: float, seconds: float
 
 
 def test_a_step_is_not_moved_behind_another_queue() -> None:
-    """Its own gradient may come later than that queue's instruction."""
+    """No event of the other queue says that the step's own gradient has arrived."""
     backward = forward(gradient(0), gradient(1), (Queue.CPU, Norm(2, 2), ()), (Queue.COMPUTE, Run(0, (), 0), ()))
     every = early_steps(3, backward, step(of(0), of(1), of(2)))
     found = newest_first(every, backward, [0.0, 1.0, 1.0, 9.0], [1.5, 1.0, 1.0], 0.0)

@@ -22,7 +22,7 @@ class AbandonableCall:
         self.error: BaseException | None = None
         """The exception that the call raised; None: none."""
         self.result: Any = None  # any: of whatever type
-        """What the call returned."""
+        """The value that the call returned; None until it is over."""
         try:
             Thread(target=self._run, args=(work,), name="ps_dist abandonable call", daemon=True).start()
         except RuntimeError:  # the interpreter is ending, and starts no more threads

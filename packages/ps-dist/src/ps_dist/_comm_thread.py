@@ -100,7 +100,7 @@ class CommThread:
         self._lock = Lock()
         self._current: tuple[HistoryEntry, float] | None = None
         self._launched: deque[_Launched] = deque()
-        """What devices carry out, in order; several threads look at it, with the lock."""
+        """Collectives that devices carry out, in order; several threads use this list, under the lock."""
         self.error: RanksDiverged | None = None
         """Why nothing runs any more, in the words that all ranks are told."""
         self.failure: Failure | None = None

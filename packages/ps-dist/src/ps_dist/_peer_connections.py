@@ -65,7 +65,7 @@ class PeerConnection:
         self.broken = ""
         """Why nothing comes any more; empty while the connection stands."""
         self.files: deque[int] = deque()
-        """Descriptors of the files that came; whoever takes one closes it."""
+        """Descriptors of received files that nobody took yet. Code that takes one must close it."""
         unix_socket.setblocking(False)
 
     def fileno(self) -> int:

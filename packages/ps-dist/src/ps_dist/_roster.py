@@ -82,7 +82,7 @@ class _Row:
 
 
 class _Rank:
-    """What both parts have in common."""
+    """Reads answers of ranks, and names missing and differing ranks, for rank 0 and the others alike."""
 
     def __init__(self, store: Any, facts: Facts, rank: int, ranks: int, timeout_s: float) -> None:
         self._store, self._rank, self._ranks, self._timeout_s = store, rank, ranks, timeout_s

@@ -26,7 +26,7 @@ from ps_dist._shared_messages import STAGING_BYTES, SharedMessages
 
 _T = TypeVar("_T")
 _ROW = Struct("200s16s")
-"""What a rank tells the others: why it cannot listen, and where it does."""
+"""Two texts that a rank sends the others: its error, or none; the address at which it listens."""
 _TAG = 0
 """Of messages before the first collective."""
 _NONE_TOGETHER = "no two ranks are known to run on one computer"

@@ -189,7 +189,7 @@ class _Outside:
 
 
 class _Reading:
-    """What is read from one rank, or from several side by side; from none: there is nothing to wait for."""
+    """Reads bytes of several ranks side by side. Without any rank, `advance` is over at once."""
 
     def __init__(
         self, connections: Sequence[PeerConnection], size: int, read: Callable[[slice, list[Tensor]], None]
