@@ -231,9 +231,10 @@ class TimedWorker:
         self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], object]
     ) -> TimedWork:
         size = sum(each.nbytes for each in (*reads, *writes))
-        ready = max(self._after_s, self._runtime.now_s)
-        self._last = TimedWork(self._runtime, what, size, ready, self._last)
+        now_s, waited_s = self._runtime.now_s, self._runtime.waited_s
+        self._last = TimedWork(self._runtime, what, size, max(self._after_s, now_s), self._last)
         work()
+        self._runtime.now_s, self._runtime.waited_s = now_s, waited_s  # what the work waits for, its thread waits for
         return self._last
 
     def mark(self) -> Mark:

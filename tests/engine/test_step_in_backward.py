@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ from _runs import HOST, let_go
 from checked_device.device import CheckedDevice
 from ps_core import AdamW, Budget, InvalidInput, Options
 from ps_core._plan import Held
+from ps_core._planner.placement import Placement
+from ps_core._planner.scores import Scorer
+from ps_core._planner.search import Planned
 from ps_core._simulate.engine_timing import Issuing, Priced
 from ps_core._simulate.steps_in_backward import EarlySteps, early_steps
 from ps_core.engine import chunked, load_checkpoint, save_checkpoint, statistics
+from ps_core.engine._execution import plan_request
 from ps_core.engine._execution.find_hooks import hooks_of
 from test_host_worker import late_device
 from test_late_parameters import Net, X, add_layer
 from test_offload import Net as Offloading
-from test_virtual_clock import NEAR, check_profile, train
+from test_virtual_clock import MACHINE, NEAR, check_profile, check_times, train
 
 SIZES = {"bf16": ("72KiB", "110KiB"), "fp32": ("144KiB", "200KiB")}
 DEVICES: dict[str, Callable[[FakeRuntime], Any]] = {
@@ -66,6 +71,14 @@ def trained(device: Any, precision: str, size: str | None, step: str) -> tuple[l
     return logs, found
 
 
+@pytest.fixture(params=["by the processor", "also on the device"])
+def stepping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where groups are stepped within backward."""
+    planned = stream_states(monkeypatch) if request.param == "also on the device" else []
+    yield
+    assert all(each.plan.stepped_in_backward for each in planned)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("precision", "size"), [(p, size) for p, sizes in SIZES.items() for size in sizes])
 def test_the_same_bits(precision: str, size: str, device: str) -> None:
@@ -98,6 +111,47 @@ def test_the_same_bits_where_the_processor_comes_back_to_older_gradients(
         got, found = trained(DEVICES[device](runtime), precision, SIZES[precision][0], "in_backward")
     assert all(map(torch.equal, right, got))
     assert (found.divergences, found.planned_passes) == (0, 5)
+
+
+def keep_plans(monkeypatch: pytest.MonkeyPatch) -> list[Planned]:
+    """Return a list of the plans that are made from now on."""
+    planned: list[Planned] = []
+    find = plan_request.find_plan
+
+    def kept(*told: Any, **more: Any) -> Planned:
+        planned.append(find(*told, **more))
+        return planned[-1]
+
+    monkeypatch.setattr(plan_request, "find_plan", kept)
+    return planned
+
+
+def stream_states(monkeypatch: pytest.MonkeyPatch, parts: int = 8) -> list[Planned]:
+    """Step so many sixteenths of the groups below the device on it, within backward; return the plans made so."""
+    place = Scorer.placement
+
+    def placement(self: Scorer, resident: int, streamed: int) -> Placement:
+        placed = place(self, resident, parts)
+        below = range(resident, len(placed.states))
+        return replace(placed, early=tuple(group for group in below if placed.steps[group] == 0))
+
+    monkeypatch.setattr(Scorer, "placement", placement)
+    return keep_plans(monkeypatch)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("precision", "size"), [("bf16", "110KiB"), ("bf16", "96KiB"), ("fp32", "200KiB")])
+def test_the_same_bits_where_states_go_up_within_backward(
+    precision: str, size: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = stream_states(monkeypatch)
+    right, _ = trained("cpu", precision, None, "after_backward")
+    runtime = FakeRuntime(1)
+    with runtime:
+        got, found = trained(DEVICES[device](runtime), precision, size, "in_backward")
+    assert all(map(torch.equal, right, got))
+    assert (found.divergences, found.planned_passes) == (0, 5)
+    assert planned[-1].plan.stepped_in_backward
 
 
 def test_gradients_of_inputs_step_nothing() -> None:
@@ -242,6 +296,7 @@ def begun(device: Any = "emulated", steps: int = 3) -> tuple[Any, Any]:
     return model, optimizer
 
 
+@pytest.mark.usefixtures("stepping")
 def test_a_second_pass_before_the_step_is_refused() -> None:
     model, optimizer = begun()
     next_token(model, *tokens(9)).backward()
@@ -258,6 +313,7 @@ def test_a_second_pass_before_the_step_is_refused() -> None:
     let_go(model)
 
 
+@pytest.mark.usefixtures("stepping")
 def test_rates_that_change_between_backward_and_the_step_are_refused() -> None:
     (model, optimizer), (same, alone) = begun(), begun()
     for each in (model, same):
@@ -273,6 +329,7 @@ def test_rates_that_change_between_backward_and_the_step_are_refused() -> None:
     let_go(same)
 
 
+@pytest.mark.usefixtures("stepping")
 def test_a_part_that_was_stepped_is_not_trained_before_the_step() -> None:
     model, optimizer = begun()
     next_token(model, *tokens(9)).backward()
@@ -287,6 +344,7 @@ def test_a_part_that_was_stepped_is_not_trained_before_the_step() -> None:
     let_go(model)
 
 
+@pytest.mark.usefixtures("stepping")
 def test_nothing_is_saved_before_the_step_and_loaded_states_end_it(tmp_path: Path) -> None:
     model, optimizer = begun()
     kept = {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict(masters=True)
@@ -302,6 +360,7 @@ def test_nothing_is_saved_before_the_step_and_loaded_states_end_it(tmp_path: Pat
     let_go(model)
 
 
+@pytest.mark.usefixtures("stepping")
 @pytest.mark.parametrize(
     "what",
     [
@@ -332,6 +391,7 @@ def test_gradients_are_neither_read_nor_changed_between_backward_and_step(what: 
     let_go(same)
 
 
+@pytest.mark.usefixtures("stepping")
 def test_a_pass_that_breaks_off_is_ended_by_the_step_or_by_a_checkpoint(tmp_path: Path) -> None:
     model, optimizer = begun()
     save_checkpoint(tmp_path / "before", model, optimizer)
@@ -356,6 +416,7 @@ def test_a_pass_that_breaks_off_is_ended_by_the_step_or_by_a_checkpoint(tmp_path
     let_go(model)
 
 
+@pytest.mark.usefixtures("stepping")
 def test_a_gradient_that_is_not_finite_raises_before_its_group_is_changed() -> None:
     model, optimizer = begun()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -375,6 +436,7 @@ def test_a_gradient_that_is_not_finite_raises_before_its_group_is_changed() -> N
     let_go(model)
 
 
+@pytest.mark.usefixtures("stepping")
 def test_the_workers_thread_reports_it_too() -> None:
     runtime = FakeRuntime(1)
     with runtime:
@@ -402,3 +464,14 @@ def test_a_step_takes_what_was_predicted(budget_kib: int, precision: str, tmp_pa
     assert got.step_s <= after.step_s * 1.02
     if precision == "bf16":
         assert got.step_s < 0.9 * after.step_s
+
+
+@pytest.mark.parametrize(("precision", "budget_kib"), [("bf16", 96), ("bf16", 128), ("fp32", 128), ("fp32", 192)])
+def test_so_does_one_whose_states_go_up_within_backward(
+    precision: str, budget_kib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = keep_plans(monkeypatch)
+    slow = replace(MACHINE, host_bandwidth=MACHINE.host_bandwidth / 8, host_dram_bandwidth=MACHINE.host_bandwidth)
+    got = train(tmp_path, f"{budget_kib}KiB", precision=precision, clip=None, step="in_backward", machine=slow)
+    assert planned[-1].plan.stepped_in_backward
+    check_times(got)

@@ -86,7 +86,7 @@ class Machine:
 
     def start(self, instrs: Sequence[Instr]) -> None:
         """Home as the segment finds it."""
-        entry = self.program.entry(self.segment)
+        entry = self.program.entry(self.segment, self.plan.stepped_in_backward)
         for number, held in enumerate(self.plan.home):
             token: Token = (held.extent, entry[held.extent]) if held.extent in entry else POISON
             self._place(number, Room(held.tier, held.offset, held.bytes, token))
@@ -332,7 +332,7 @@ class Machine:
             raise Broken("moments are missing")
         if self.decisions != (self.segment is SegmentName.MICRO_LAST):
             raise Broken(f"{self.decisions} decisions")
-        leave = self.program.exit(self.segment)
+        leave = self.program.exit(self.segment, self.plan.stepped_in_backward)
         left = {(room.tier, room.offset, room.size): room.token for room in self.rooms.values()}
         for held in self.plan.home:
             token = left.pop((held.tier, held.offset, held.bytes), "no slot")

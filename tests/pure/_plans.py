@@ -37,7 +37,9 @@ def _attempt(program: Program, rng: random.Random, origin: str) -> Plan | None:
             return tight_plan(program, tiers)
         groups = range(len(program.layout.groups))
         streamed = frozenset(group for group in groups if rng.random() < 0.3)
-        placement = filled(program, tiers, resident=rng.randint(0, len(groups)), streamed=streamed)
-        return make_plan(make_frame(program, tiers, placement, rng.choice(tuple(Policy))))
+        resident, policy = rng.randint(0, len(groups)), rng.choice(tuple(Policy))
+        within = program.may_step_in_backward and rng.random() < 0.5
+        placement = filled(program, tiers, resident=resident, streamed=streamed, in_backward=within)
+        return make_plan(make_frame(program, tiers, placement, policy))
     except (NoRoom, DoesNotFit):
         return None

@@ -35,6 +35,7 @@ ELSEWHERE = {
     "_command/doctor.py:calibrate": "pure/test_doctor.py",
     "cli.py:_export": "pure/test_export_command.py",
     "_planner/plan_cache.py:_choice": "pure/test_plan_cache.py",
+    "_planner/plan_cache.py:_numbers": "pure/test_plan_cache.py",
     "_planner/plan_cache.py:_tiers": "pure/test_plan_cache.py",
     "_workloads/hf.py:_read": "pure/test_hf.py",
 }

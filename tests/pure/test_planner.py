@@ -42,7 +42,10 @@ def test_every_plan_is_sound_or_refused(case, policy, data):
     resident = data.draw(st.integers(0, len(groups)))
     streamed = frozenset(data.draw(st.sets(st.sampled_from(groups)))) if groups and tiers[0].name == "device" else None
     lower = data.draw(st.none() | st.integers(0, tiers[min(1, len(tiers) - 1)].capacity_bytes))
-    placement = filled(program, tiers, resident=resident, lower_bytes=lower, streamed=streamed or frozenset())
+    within = program.may_step_in_backward and data.draw(st.booleans())
+    placement = filled(
+        program, tiers, resident=resident, lower_bytes=lower, streamed=streamed or frozenset(), in_backward=within
+    )
     try:
         plan = make_plan(make_frame(program, tiers, placement, policy))
     except NoRoom as refusal:
@@ -50,6 +53,7 @@ def test_every_plan_is_sound_or_refused(case, policy, data):
     else:
         verify(program, plan)
         assert [segment.name for segment in plan.segments] == list(program.segments)
+        assert plan.stepped_in_backward == set(placement.early)
 
 
 def uses_by_moment(program):

@@ -182,6 +182,34 @@ def test_versions_at_either_end_of_each_segment_with_overwriting():
     assert made.casts(S.STEP) == ()
 
 
+def test_versions_where_the_last_pass_steps_a_group():
+    made = program()
+    stepped, skipped = weights(3, 1, 0, 0) | states(1, (0,)) | states(0, (1, 3)), weights(3, 2, 0, 0)
+    assert made.entry(S.MICRO_LAST, {0}) == weights(0, 0, 0, 0) | states(0)
+    assert made.exit(S.MICRO_LAST, {0}) == made.entry(S.STEP, {0}) == made.entry(S.SKIP, {0}) == stepped
+    assert made.exit(S.STEP, {0}) == made.exit(S.STEP)
+    assert made.exit(S.SKIP, {0}) == skipped | states(1, (0,)) | states(0, (1, 3))
+    assert (made.casts(S.SKIP, {0}), made.casts(S.PROLOGUE, {0})) == ((1,), (0, 1, 3))
+    fp32 = program(precision=Precision.FP32)
+    assert Extent(ACC, 0) not in fp32.exit(S.MICRO_LAST, {0})
+    assert fp32.exit(S.MICRO_LAST, {0})[Extent(ACC, 1)] == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "may"),
+    [
+        ({}, True),
+        ({"precision": Precision.FP32}, True),
+        ({"precision": Precision.FP16}, False),
+        ({"accumulate": 2}, False),
+        ({"copies": 2}, False),
+        ({"training": False}, False),
+    ],
+)
+def test_a_pass_may_step_where_nothing_else_decides(told, may):
+    assert program(**told).may_step_in_backward is may
+
+
 def test_versions_with_accumulation():
     made = program(accumulate=3)
     fresh = weights(0, 0, 0, 0) | states(0)

@@ -68,14 +68,15 @@ ORDERS = st.sampled_from(Order)
 def test_any_plan_in_any_order_gives_the_bits_of_training_without_one(origin, seed, order, overlap, optimizer):
     rng = random.Random(seed)
     program, plan = random_plan(rng, origin, TINY)
+    decides = not plan.stepped_in_backward
     training = Training(
         batch=batch,
         iterations=3,
         optimizer=optimizer,
-        max_grad_norm=rng.choice((None, 0.5)),
+        max_grad_norm=rng.choice((None, 0.5)) if decides else None,
         loss_scale=8.0,
         evaluate_after=frozenset({1}),
-        overflow_at=rng.choice((frozenset(), frozenset({1}))),
+        overflow_at=rng.choice((frozenset(), frozenset({1}))) if decides else frozenset(),
     )
     network = Symbolic(program.trace)
     execution = Execution(order=order, seed=seed, overlap=overlap)
@@ -84,12 +85,12 @@ def test_any_plan_in_any_order_gives_the_bits_of_training_without_one(origin, se
 
 def planned(network, *, device, host=None, disk=None, resident=0, streamed=(), numel=600, **options):
     """A plan of the small network in so many bytes."""
-    ranks = options.pop("ranks", 1)
+    ranks, within = options.pop("ranks", 1), options.pop("in_backward", False)
     layout = lay_out(network.trace, group_numel=numel, ranks=ranks)
     program = Program(trace=network.trace, layout=layout, **options)
     sizes = (("device", device), ("host", host), ("disk", disk))
     tiers = tuple(Tier(name, size) for name, size in sizes if size is not None)
-    placement = filled(program, tiers, resident=resident, streamed=frozenset(streamed))
+    placement = filled(program, tiers, resident=resident, streamed=frozenset(streamed), in_backward=within)
     return program, make_plan(make_frame(program, tiers, placement))
 
 
@@ -122,6 +123,26 @@ def test_the_small_network_trains_alike_under_a_budget(shape, options):
     assert want.skipped == (1,)
     for execution in (None, Execution(order=Order.LATEST), Execution(seed=5, overlap=True)):
         assert execute(network, program, plan, training, execution) == want
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
+def test_groups_are_stepped_within_backward_where_only_their_own_gradient_decides(precision):
+    network = ByteNetwork(Shape(layers=2, width=8, hidden=12, tokens=8))
+    room = {"device": 36_000, "host": 200_000, "streamed": (1, 2), "numel": 300, "precision": precision}
+    program, plan = planned(network, **room, in_backward=True)
+    assert plan.stepped_in_backward == {1, 2}
+    training = Training(batch=network.batch, iterations=3, optimizer=AdamW(lr=0.02), evaluate_after=frozenset({1}))
+    want = train_unconstrained(network, program, training)
+    for execution in (None, Execution(order=Order.LATEST), Execution(seed=5, overlap=True)):
+        assert execute(network, program, plan, training, execution) == want
+    with pytest.raises(PlanMismatch, match="a step without a decision"):
+        execute(network, program, plan, replace(training, max_grad_norm=1.0))
+    with pytest.raises(FloatingPointError, match="a gradient of group 2 is not finite, so the group was not stepped"):
+        execute(network, program, plan, replace(training, overflow_at=frozenset({1})))
+    late = planned(network, **room)[1].segment(S.STEP)
+    twice = replace(plan, segments=tuple([late if row.name is S.STEP else row for row in plan.segments]))
+    with pytest.raises(PlanMismatch, match="process 0, step, slot at"):
+        execute(network, program, twice, training)
 
 
 def test_gradients_of_all_processes_are_summed():

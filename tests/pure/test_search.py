@@ -97,10 +97,10 @@ def test_the_plan_found_is_no_slower_than_any_number_of_resident_groups():
 def test_states_are_streamed_only_while_the_accelerator_waits_and_only_if_that_is_faster(monkeypatch):
     program = Program(trace=TINY, layout=lay_out(TINY, group_numel=1))
     scorer = Scorer(program, two(1, 1), A100, policy=Policy.BELADY, ranks_per_node=None)
-    times = {0: 10.0, 16: 9.9, 8: 8.0, 4: 7.0, 2: 9.0, 1: 12.0}
+    times = {0: 10.0, 1: 9.9, 2: 8.0, 4: 7.0, 8: 9.0, 16: 12.0, 3: 7.5, 6: 6.5}
 
-    def score(resident, stride=0):
-        return NoRoom(0, 0, 1) if stride == 2 else (times[stride], stride)
+    def score(resident, streamed=0):
+        return NoRoom(0, 0, 1) if streamed == 8 else (times[streamed], streamed)
 
     monkeypatch.setattr(scorer, "score", score)
     found = Found((10.0, 0), 0, 0)
@@ -110,8 +110,26 @@ def test_states_are_streamed_only_while_the_accelerator_waits_and_only_if_that_i
     monkeypatch.setattr(scorer, "_without_cpu_steps", lambda _found: 9.96)
     assert scorer.stream(found) == found
     monkeypatch.setattr(scorer, "_without_cpu_steps", lambda _found: 1.0)
-    assert scorer.stream(found) == Found((7.0, 4), 0, 4)
-    assert scorer.placement(0, 1).steps == (-1,)
+    assert scorer.stream(found) == Found((6.5, 6), 0, 6)
+    assert scorer.placement(0, 16).steps == (-1,)
+
+
+def test_within_backward_fewer_groups_stay_resident_where_states_need_their_room(monkeypatch):
+    program = Program(trace=TINY, layout=lay_out(TINY, group_numel=1))
+    scorer = Scorer(program, two(1, 1), A100, policy=Policy.BELADY, ranks_per_node=None, in_backward=True)
+    tried = []
+
+    def score(resident, streamed=0):
+        tried.append((resident, streamed))
+        return NoRoom(0, 0, 1) if streamed and resident > 6 else (10.0 - (streamed == 4) - (resident == 5), streamed)
+
+    monkeypatch.setattr(scorer, "score", score)
+    monkeypatch.setattr(scorer, "_without_cpu_steps", lambda _found: 1.0)
+    scorer.limits = (5, 9)
+    scorer._floor_s = 1.0
+    assert scorer.stream(Found((10.0, 0), 8, 0)) == Found((8.0, 4), 5, 4)
+    assert {resident for resident, _ in tried} == {8, 7, 6, 5, 4 + 1}
+    assert len(tried) == 24
 
 
 @pytest.mark.parametrize("step_in_backward", [False, True])
@@ -126,16 +144,19 @@ def test_no_stream_of_states_is_faster_than_steps_that_take_no_time(name, device
     )
     found = scorer.glance()
     least = scorer._without_cpu_steps(found)
-    streamed = [scorer.score(found.resident, stride) for stride in (8, 4, 2, 1)]
+    streamed = [scorer.score(found.resident, parts) for parts in (2, 4, 8, 16)]
     assert least < found.score[0]
     assert least <= 1.001 * min(score[0] for score in streamed if not isinstance(score, NoRoom))
 
 
 def test_a_streamed_group_steps_above_its_states():
     program = find("gpt-50m", two(8, 8), group_numel=3_000_000).program
-    placement = Scorer(program, two(8, 8), A100, policy=Policy.BELADY, ranks_per_node=None).placement(2, 3)
+    placement = Scorer(program, two(8, 8), A100, policy=Policy.BELADY, ranks_per_node=None).placement(2, 5)
     assert placement.states[:6] == (0, 0, 1, 1, 1, 1)
-    assert placement.steps[:6] == (0, 0, 0, 1, 1, 0)
+    below = placement.steps[2:]
+    assert below[:6] == (0, 1, 0, 1, 1, 0)
+    assert sum(step == 0 for step in below) == -(-len(below) * 5 // 16)
+    assert placement.early == ()
 
 
 def test_a_narrow_range_between_too_few_and_too_many_is_found(monkeypatch):

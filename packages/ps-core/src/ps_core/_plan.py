@@ -325,6 +325,12 @@ class Plan:
         raise InvalidInput(f"{extent.kind.value} of {extent.index} has no home")
 
     @property
+    def stepped_in_backward(self) -> frozenset[int]:
+        """Return the groups that the last pass steps while backward goes on."""
+        rows = (segment.instrs for segment in self.segments if segment.name is SegmentName.MICRO_LAST)
+        return frozenset(instr.op.group for instrs in rows for instr in instrs if isinstance(instr.op, Step))
+
+    @property
     def fingerprint(self) -> str:
         """Return a text that is equal for equal plans, and practically never for others; processes compare it."""
         return hashlib.sha256(repr((self.tiers, self.home, self.segments)).encode()).hexdigest()[:16]

@@ -6,6 +6,7 @@ Versions are explained in [Note: extents and versions] in `_extents`.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -198,12 +199,17 @@ class Program:
         """Return the groups that get a gradient, and so a step, in order of first use."""
         return tuple(group for group, visits in enumerate(self.gradient_visits) if visits)
 
-    def casts(self, segment: SegmentName) -> tuple[int, ...]:
-        """Return the groups whose 16-bit weight a segment rebuilds from its master without a step."""
+    def casts(self, segment: SegmentName, early: Collection[int] = ()) -> tuple[int, ...]:
+        """Return the groups whose 16-bit weight a segment rebuilds from its master without a step.
+
+        ``early``: groups that the last pass has stepped.
+        """
         if segment is SegmentName.PROLOGUE and self.training:
             trainable = (group.index for group in self.layout.groups if group.trainable)
             return tuple(group for group in trainable if self.weight_of(group) is Kind.P16)
-        return tuple(filter(self.overwritten, self.stepped)) if segment is SegmentName.SKIP else ()
+        if segment is not SegmentName.SKIP:
+            return ()
+        return tuple(group for group in self.stepped if self.overwritten(group) and group not in early)
 
     def rebuilt(self, group: int) -> int:
         """Return the version of a 16-bit weight rebuilt from its master."""
@@ -297,13 +303,22 @@ class Program:
         """Return the extents that a moment needs on the compute tier, and how it uses each."""
         return self._micro_uses[visit.index] if segment.is_micro else self._eval_uses[visit.index]
 
-    def entry(self, segment: SegmentName) -> dict[Extent, int]:
-        """Return the versions that home slots hold when the segment begins."""
-        return self._versions(segment, at_exit=False)
+    @property
+    def may_step_in_backward(self) -> bool:
+        """Return True if a group may be stepped before all gradients are known: nothing is added or agreed upon."""
+        alone = self.ranks * self.copies == 1 and self.accumulate == 1
+        return self.training and alone and self.precision is not Precision.FP16
 
-    def exit(self, segment: SegmentName) -> dict[Extent, int]:
-        """Return the versions that home slots must hold when the segment ends."""
-        return self._versions(segment, at_exit=True)
+    def entry(self, segment: SegmentName, early: Collection[int] = ()) -> dict[Extent, int]:
+        """Return the versions that home slots hold when the segment begins.
+
+        ``early``: groups that the last pass steps.
+        """
+        return self._versions(segment, early, at_exit=False)
+
+    def exit(self, segment: SegmentName, early: Collection[int] = ()) -> dict[Extent, int]:
+        """Return the versions that home slots must hold when the segment ends; ``early`` as for `entry`."""
+        return self._versions(segment, early, at_exit=True)
 
     def accumulates_first(self, segment: SegmentName) -> bool:
         """Return True if the segment's gradients start the accumulator; False if they are added to it."""
@@ -345,11 +360,13 @@ class Program:
         uses += [Use(Extent(Kind.ACT, index), 0, 0) for index in visit.takes]
         return tuple(uses)
 
-    def _versions(self, segment: SegmentName, *, at_exit: bool) -> dict[Extent, int]:
+    def _versions(self, segment: SegmentName, early: Collection[int], *, at_exit: bool) -> dict[Extent, int]:
         versions: dict[Extent, int] = {}
+        stepped = (SegmentName.STEP, SegmentName.SKIP, *((SegmentName.MICRO_LAST,) if at_exit else ()))
         for group in range(len(self.layout.groups)):
+            over = group in early and segment in stepped
             for kind in self.home_kinds(group):
-                version = self._version(segment, kind, group, at_exit)
+                version = self._version(SegmentName.STEP if over else segment, kind, group, at_exit or over)
                 if version is not None:
                     versions[Extent(kind, group)] = version
         return versions

@@ -1,13 +1,20 @@
-"""Walk through each segment and decide which extents are copied where, in which order."""
+"""Walk through each segment and decide which extents are copied where, in which order.
+
+[Note: steps within backward, by the plan]
+Where nothing decides on a step but its own gradient, a group may be stepped within backward. The processor's steps
+begin there by themselves (`_simulate.steps_in_backward`). Steps on the compute tier are part of the pass. Once a
+group's gradient is complete, its optimizer states are fetched, and a few moments later it is stepped. These copies run
+beside the computing between. If there is no room for other extents, it is stepped sooner.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ps_core._extents import Extent, Kind, SegmentName, Use
 from ps_core._plan import (
     Accumulate,
-    Cast,
     Decide,
     Gather,
     Norm,
@@ -16,14 +23,17 @@ from ps_core._plan import (
     ReduceScatter,
     Run,
     Segment,
-    Step,
     link,
     worker,
 )
 from ps_core._planner.placement import work_tier
 from ps_core._planner.segment_walker import Walker, assemble
 from ps_core._planner.tier_division import Frame, NoRoom
+from ps_core._planner.updates import Updates
 from ps_core._program import Program, Visit
+
+_MOMENTS_LATER = 2
+"""A group whose states come up within backward is stepped before the moment so many later, to not delay one."""
 
 
 def make_plan(frame: Frame, only: Iterable[SegmentName] | None = None) -> Plan:
@@ -36,7 +46,7 @@ def make_segment(frame: Frame, name: SegmentName) -> Segment:
     """Plan one segment."""
     if name.is_micro or name is SegmentName.EVAL:
         return _Moments(frame, name).walk()
-    return _Updates(frame, name).walk()
+    return Updates(frame, name).walk()
 
 
 def _next_uses(program: Program, name: SegmentName) -> dict[Extent, Sequence[int]]:
@@ -58,11 +68,15 @@ class _Moments(Walker):
         super().__init__(frame, name, _next_uses(frame.program, name))
         self._seq = 0
         self._norms: list[tuple[int, int]] = []
+        self._waiting: deque[tuple[int, int]] = deque()
+        """Groups whose steps are prepared, each with the moment before which it is stepped."""
 
     def walk(self) -> Segment:
         visits = self.program.segment_visits(self.segment)
         ahead: list[tuple[Extent, int]] = []
         for place, visit in enumerate(visits):
+            while self._waiting and self._waiting[0][0] <= visit.index:
+                self._step_next()
             self._begin(visit)
             pins = self._run(visit)
             for pin in ahead:
@@ -73,6 +87,8 @@ class _Moments(Walker):
                 self._leave(visit)
             for pin in pins:
                 self.unpin(pin)
+        while self._waiting:
+            self._step_next()
         if self.segment is SegmentName.MICRO_LAST:
             self._measure()
             self.emit(Queue.COLL, Decide(self._seq), also=self._norm_ids)
@@ -196,6 +212,9 @@ class _Moments(Walker):
             self._norms.append((group, self.slot(weight, 0)))
             if not program.sharded:
                 self._measure()
+            if group in self._stepped_here:
+                self._prepare_step(group)
+                return
             self.bring_home(weight)
             for tier in self.residents[weight]:
                 self.abandon(weight, tier)
@@ -221,7 +240,8 @@ class _Moments(Walker):
     def _accumulate(self, group: int, gradient: Extent) -> None:
         total = Extent(Kind.ACC, group)
         tiers = self.frame.tiers
-        tier = work_tier(tiers, self.home_tier(total))
+        early = group in self._stepped_here
+        tier = 0 if early else work_tier(tiers, self.home_tier(total))
         first = self.program.accumulates_first(self.segment)
         source = self.at(gradient, tier)
         with self.pinned([(gradient, tier)]):
@@ -232,8 +252,41 @@ class _Moments(Walker):
         self.discard(gradient)
         if self.segment is SegmentName.MICRO_LAST:
             self.emit_norm(group, target, queue)
-        if tier != self.home_tier(total):
+        if early:
+            self._prepare_step(group)
+        elif tier != self.home_tier(total):
             self.bring_home(total)
+
+    # Steps within backward; see [Note: steps within backward, by the plan].
+
+    @property
+    def _stepped_here(self) -> frozenset[int]:
+        """Return the groups that are stepped within this segment."""
+        return self.early if self.segment is SegmentName.MICRO_LAST else frozenset()
+
+    def _prepare_step(self, group: int) -> None:
+        """Bring what a group's step needs to the compute tier; it is stepped some moments later."""
+        extents = [Extent(kind, group) for kind in self.program.home_kinds(group)]
+        for extent in sorted(extents, key=lambda extent: 0 not in self.holding(extent)):  # or others would evict it
+            self.at(extent, 0)
+            self.pin((extent, 0))
+        self._waiting.append((self.now + _MOMENTS_LATER, group))
+
+    def _step_next(self) -> None:
+        """Step the group that waits longest; what is left of it on the compute tier may be evicted."""
+        _, group = self._waiting.popleft()
+        self.step(group)
+        for kind in self.program.home_kinds(group):
+            extent = Extent(kind, group)
+            self.unpin((extent, 0))
+            if kind is not Kind.ACC and self.home_tier(extent):
+                self.abandon(extent, 0)
+
+    def free_room(self, tier: int) -> bool:
+        if tier or not self._waiting:
+            return False
+        self._step_next()
+        return True
 
     # Norms. A reduced shard's is taken a moment later, so that the next moment need not wait for the reduction.
 
@@ -254,50 +307,3 @@ class _Moments(Walker):
         for group, slot in self._norms:
             self.emit_norm(group, slot, Queue.COMPUTE)
         self._norms.clear()
-
-
-class _Updates(Walker):
-    """Plan a step, a skipped step, or the prologue: one pass over the groups in the next forward's order."""
-
-    def __init__(self, frame: Frame, name: SegmentName) -> None:
-        super().__init__(frame, name, {})
-
-    def walk(self) -> Segment:
-        if self.segment is SegmentName.STEP:
-            for group in self.program.stepped:
-                self._step(group)
-        for group in self.program.casts(self.segment):
-            self._cast(group)
-        return self.finish()
-
-    def _step(self, group: int) -> None:
-        program, tiers = self.program, self.frame.tiers
-        tier = self.frame.placement.steps[group]
-        queue = worker(tiers, tier)
-        extents = [Extent(kind, group) for kind in program.home_kinds(group)]
-        slots = []
-        for extent in extents:
-            born = extent.kind is Kind.P16 and not program.overwritten(group)
-            slots.append(self.room(extent, tier, queue) if born else self.at(extent, tier))
-            self.pin((extent, tier))
-        read = [slot for extent, slot in zip(extents, slots, strict=True) if extent.kind is Kind.ACC]
-        self.emit(queue, Step(group, tuple(slots)), reads=read, writes=[slot for slot in slots if slot not in read])
-        for extent in extents:
-            self.unpin((extent, tier))
-            if extent.kind is Kind.ACC:
-                self.discard(extent)
-                continue
-            self.wrote(extent, tier, program.rebuilt(group) if extent.kind is Kind.P16 else 1)
-            self.bring_home(extent)
-
-    def _cast(self, group: int) -> None:
-        tiers = self.frame.tiers
-        master, weight = Extent(Kind.P32, group), Extent(Kind.P16, group)
-        tier = work_tier(tiers, self.home_tier(master))
-        queue = worker(tiers, tier)
-        source = self.at(master, tier)
-        with self.pinned([(master, tier)]):
-            target = self.room(weight, tier, queue)
-        self.emit(queue, Cast(group, source, target), reads=(source,), writes=(target,))
-        self.wrote(weight, tier, self.program.rebuilt(group))
-        self.bring_home(weight)

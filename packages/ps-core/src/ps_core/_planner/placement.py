@@ -18,6 +18,8 @@ class Placement:
     steps: tuple[int, ...]
     weight: Kind = Kind.P16
     """The kind that ``weights`` places. Other fp32 weights are placed with the optimizer's extents."""
+    early: tuple[int, ...] = ()
+    """Groups with states below the compute tier that step on it, while backward goes on."""
 
     def home_tier(self, kind: Kind, group: int) -> int:
         """Return the home tier of one of `Program.home_kinds`."""
@@ -50,11 +52,13 @@ def filled(
     resident: int,
     lower_bytes: int | None = None,
     streamed: frozenset[int] = frozenset(),
+    in_backward: bool = False,
 ) -> Placement:
     """Place the first ``resident`` groups wholly on the compute tier, the others as high as possible below it.
 
     ``lower_bytes`` limits the home slots on the tier below the compute tier. The rest goes to the last tier, optimizer
-    states before weights. ``streamed`` groups step on the compute tier although their states are below it.
+    states before weights. ``streamed`` groups step on the compute tier although their states are below it;
+    ``in_backward``: while backward goes on, where the weight is not read after its gradient is complete.
     """
     groups = program.layout.groups
     last = len(tiers) - 1
@@ -73,7 +77,13 @@ def filled(
     steps = [-1] * len(groups)
     for group in program.stepped:
         steps[group] = 0 if group in streamed else work_tier(tiers, states[group])
-    return Placement(weights=tuple(weights), states=tuple(states), steps=tuple(steps))
+    early = [group for group in program.stepped if in_backward and steps[group] == 0 < states[group]]
+    return Placement(
+        weights=tuple(weights),
+        states=tuple(states),
+        steps=tuple(steps),
+        early=tuple(group for group in early if program.last_reads[group] <= program.gradient_visits[group][-1]),
+    )
 
 
 def halves(program: Program) -> list[tuple[int, bool, int]]:

@@ -23,7 +23,7 @@ from ps_core._planner.search import Planned, Setup, find_plan, plan_with
 from ps_core._simulate.machine import Machine
 from ps_core._trace import Trace
 
-FORMAT = "ps_core.choice/5"
+FORMAT = "ps_core.choice/6"
 
 
 def find_plan_again(
@@ -49,12 +49,22 @@ def _choice(text: str, groups: int, tiers: int) -> Placement | None:
         return None
     weights, states = (_tiers(data.get(name), groups, range(tiers)) for name in ("weights", "states"))
     steps = _tiers(data.get("steps"), groups, range(-1, tiers))
-    return Placement(weights=weights, states=states, steps=steps, weight=Kind(data.get("weight", Kind.P16)))
+    early = _numbers(data.get("early"), range(groups))
+    return Placement(
+        weights=weights, states=states, steps=steps, weight=Kind(data.get("weight", Kind.P16)), early=early
+    )
 
 
 def _tiers(row: Any, groups: int, allowed: range) -> tuple[int, ...]:
-    if not isinstance(row, list) or len(row) != groups or not all(each in allowed for each in row):
+    found = _numbers(row, allowed)
+    if len(found) != groups:
         raise InvalidInput(f"expected {groups} numbers of tiers, found {row!r}")
+    return found
+
+
+def _numbers(row: Any, allowed: range) -> tuple[int, ...]:
+    if not isinstance(row, list) or not all(each in allowed for each in row):
+        raise InvalidInput(f"expected a list of whole numbers in {allowed}, found {row!r}")
     return tuple(row)
 
 

@@ -4,7 +4,8 @@ The score is the step time as the engine runs a plan. A segment that two placeme
 
 A placement is a choice of a few numbers. One says how many groups stay wholly on the compute tier. These are the first
 of a forward pass: no upload delays its beginning, and no gradient transfer backward's end. The other says which of the
-remaining groups copy their optimizer states to the accelerator for a step there. The CPU steps the rest.
+remaining groups copy their optimizer states to the accelerator for a step there. The CPU steps the rest. Where steps
+may begin within backward, states go up beside it. That needs memory, which fewer resident groups leave.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from ps_core._program import Program
 from ps_core._simulate.engine_timing import Issuing, Priced
 from ps_core._simulate.machine import Machine
 
-_STREAM_STRIDES = (16, 8, 4, 2, 1)
+_PARTS = 16
+_STREAMED = (1, 2, 4, 8, 16)
+"""Parts of the lower groups, of so many, to step on the compute tier at first."""
+_LESS = (0, 1, 2, 4)
+"""Groups less to keep resident, in turn, so that there is room for states on their way within backward."""
 _GRID = 4
 """Number of evenly spaced trials of how many groups to keep resident."""
 _MANY_INSTRS = 2_500
@@ -41,7 +46,8 @@ class Found:
 
     score: Score
     resident: int
-    stride: int
+    streamed: int
+    """Of `_PARTS` parts of the lower groups, how many step on the compute tier."""
 
 
 class Scorer:
@@ -65,28 +71,39 @@ class Scorer:
         self.tiers = tiers
         self._policy = policy
         self._issuing = Issuing(program, tiers, machine, ranks_per_node, in_backward=in_backward, undoable=undoable)
-        self._passes: dict[tuple[int, SegmentName], Priced] = {}
-        """Costs of segments by the number of resident groups, which alone decides them."""
+        self._in_backward = self._issuing.within_backward and not undoable
+        """True: steps on the compute tier of groups from below are part of the backward pass."""
+        self._passes: dict[tuple[int, int, SegmentName], Priced] = {}
+        """Costs of segments, by what decides them."""
         self._known: dict[tuple[int, int], Score | NoRoom] = {}
         self.planned_instrs = 0
         """Number of instructions in all segments planned so far."""
         self._floor_s = float("inf")  # the least step time of any placement: the compute queue's work
 
-    def placement(self, resident: int, stride: int) -> Placement:
-        """Place the first groups resident; of the others, every ``stride``-th steps on the compute tier (0: none).
+    def placement(self, resident: int, streamed: int) -> Placement:
+        """Place the first groups resident; of the others, so many parts of `_PARTS` step on the compute tier.
 
         If the next tier is the disk: the first `halves` are resident.
         """
         if self._next_is_disk:
             return above_disk(self.program, resident)
         groups = len(self.program.layout.groups)
-        streamed = frozenset(range(resident, groups, stride)) if stride else frozenset()
+        below = groups - resident
+        count = -(-below * streamed // _PARTS)
+        chosen = frozenset(resident + below * place // count for place in range(count))
         lower = None
         if len(self.tiers) == 3:
             sizes = [self._bytes(group) for group in range(groups)]
             host = self.tiers[1].capacity_bytes
             lower = host if sum(sizes[resident:]) <= host else host - 3 * max(sizes, default=0)
-        return filled(self.program, self.tiers, resident=resident, lower_bytes=lower, streamed=streamed)
+        return filled(
+            self.program,
+            self.tiers,
+            resident=resident,
+            lower_bytes=lower,
+            streamed=chosen,
+            in_backward=self._in_backward,
+        )
 
     @property
     def _next_is_disk(self) -> bool:
@@ -95,19 +112,19 @@ class Scorer:
     def _bytes(self, group: int) -> int:
         return sum(self.program.bytes_of(Extent(kind, group)) for kind in self.program.home_kinds(group))
 
-    def score(self, resident: int, stride: int = 0) -> Score | NoRoom:
+    def score(self, resident: int, streamed: int = 0) -> Score | NoRoom:
         """Return the predicted step time and moved bytes, or which tier is too small."""
-        key = (resident, stride)
+        key = (resident, streamed)
         if key not in self._known:
             try:
-                self._known[key] = self._planned(resident, stride)
+                self._known[key] = self._planned(resident, streamed)
             except NoRoom as refusal:
                 self._known[key] = refusal.with_traceback(None)  # see [Note: what an exception holds]
         return self._known[key]
 
-    def _planned(self, resident: int, stride: int) -> Score:
-        frame = make_frame(self.program, self.tiers, self.placement(resident, stride), self._policy)
-        priced = [self._segment(frame, name, resident) for name in self.program.iteration()]
+    def _planned(self, resident: int, streamed: int) -> Score:
+        frame = make_frame(self.program, self.tiers, self.placement(resident, streamed), self._policy)
+        priced = [self._segment(frame, name, resident, streamed) for name in self.program.iteration()]
         timed = self._issuing.time(frame.home, priced)
         self._floor_s = min(self._floor_s, sum(each.busy_s[Queue.COMPUTE] for each in timed))
         moved = sum(sum(each.work.copied_bytes) + each.work.wire_bytes for each in priced)
@@ -115,15 +132,17 @@ class Scorer:
 
     def _without_cpu_steps(self, found: Found) -> float:
         """Return the step time of a placement if the CPU stepped in no time: stepping elsewhere is not faster."""
-        frame = make_frame(self.program, self.tiers, self.placement(found.resident, found.stride), self._policy)
-        *passes, step = [self._segment(frame, name, found.resident) for name in self.program.iteration()]
+        frame = make_frame(self.program, self.tiers, self.placement(found.resident, found.streamed), self._policy)
+        *passes, step = [
+            self._segment(frame, name, found.resident, found.streamed) for name in self.program.iteration()
+        ]
         rows = zip(step.segment.instrs, step.work.seconds, strict=True)
         free = [0.0 if instr.queue is Queue.CPU else seconds for instr, seconds in rows]
         step = step._replace(work=step.work._replace(seconds=free))
         return sum(timed.seconds for timed in self._issuing.time(frame.home, [*passes, step]))
 
-    def _segment(self, frame: Frame, name: SegmentName, resident: int) -> Priced:
-        key = resident, name
+    def _segment(self, frame: Frame, name: SegmentName, resident: int, streamed: int) -> Priced:
+        key = resident, streamed if self._in_backward and name is SegmentName.MICRO_LAST else 0, name
         if name is SegmentName.STEP or key not in self._passes:
             segment = make_segment(frame, name)
             self.planned_instrs += len(segment.instrs)
@@ -132,7 +151,7 @@ class Scorer:
 
     def refuse(self, found: Found, refusal: NoRoom) -> None:
         """Replace the score of a placement that failed later."""
-        self._known[found.resident, found.stride] = refusal.with_traceback(None)
+        self._known[found.resident, found.streamed] = refusal.with_traceback(None)
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -213,11 +232,11 @@ class Scorer:
         score = self.score(resident)
         return isinstance(score, NoRoom) and (score.tier > 0) is below
 
-    def _better(self, best: Found | None, resident: int, stride: int) -> Found | None:
-        score = self.score(resident, stride)
+    def _better(self, best: Found | None, resident: int, streamed: int) -> Found | None:
+        score = self.score(resident, streamed)
         if isinstance(score, NoRoom):
             return best
-        found = Found(score, resident, stride)
+        found = Found(score, resident, streamed)
         return found if best is None or beats(found.score, best.score) else best
 
     def stream(self, best: Found) -> Found:
@@ -226,10 +245,15 @@ class Scorer:
             return best
         if best.score[0] <= self._without_cpu_steps(best) * _SAME:
             return best
-        found: Found | None = best
-        for stride in _STREAM_STRIDES:
-            found = self._better(found, best.resident, stride)
-        return found or best
+        found = best
+        for less in _LESS if self._in_backward else _LESS[:1]:
+            for streamed in _STREAMED:
+                found = self._better(found, max(best.resident - less, self.limits[0]), streamed) or found
+        for resident in (found.resident - 1, found.resident + 1) if self._in_backward and found.streamed else ():
+            found = self._better(found, max(resident, self.limits[0]), found.streamed) or found
+        for streamed in (found.streamed * 3 // 4, min(found.streamed * 3 // 2, _PARTS)):
+            found = self._better(found, found.resident, streamed) or found
+        return found
 
 
 def beats(score: Score, other: Score) -> bool:

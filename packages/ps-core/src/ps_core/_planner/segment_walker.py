@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ps_core._extents import Extent, Kind, SegmentName
-from ps_core._plan import Copy, Op, Plan, Queue, Release, Reserve, Segment, link
+from ps_core._plan import Copy, Op, Plan, Queue, Release, Reserve, Segment, Step, link, worker
 from ps_core._planner.arena import STALE, Arena, Piece, Window
 from ps_core._planner.emit import Emitter
 from ps_core._planner.eviction_policy import NEVER, Ranker
@@ -49,7 +49,8 @@ class Walker:
         self.segment = segment
         self.out = Emitter()
         self.now = -1
-        self.versions = dict(self.program.entry(segment))
+        self.early = frozenset(frame.placement.early)
+        self.versions = dict(self.program.entry(segment, self.early))
         self.ranker: Ranker[Extent] = Ranker(
             frame.policy, uses, frozenset(Extent(self.program.weight_of(group), group) for group in frame.kept)
         )
@@ -138,6 +139,8 @@ class Walker:
         packs = self._packs and tier == 0
         size = self.program.bytes_of(extent) if packs else self.frame.slot_bytes(extent, tier)
         window = self._window(arena, tier, size, lowest=packs)
+        while window is None and self.free_room(tier):
+            window = self._window(arena, tier, size, lowest=packs)
         if window is None:
             raise NoRoom(tier, self.now, size)
         for victim in window.victims:
@@ -235,13 +238,38 @@ class Walker:
                 self._stirred.add(self._owners[slot])
         return number
 
+    def free_room(self, tier: int) -> bool:
+        """Do something that ends the use of slots on a tier; return False if there is nothing to do."""
+        return False
+
+    def step(self, group: int) -> None:
+        """Step a group on the tier of its placement, and bring what was written home."""
+        program, tiers = self.program, self.frame.tiers
+        tier = self.frame.placement.steps[group]
+        queue = worker(tiers, tier)
+        extents = [Extent(kind, group) for kind in program.home_kinds(group)]
+        slots = []
+        for extent in extents:
+            born = extent.kind is Kind.P16 and not program.overwritten(group)
+            slots.append(self.room(extent, tier, queue) if born else self.at(extent, tier))
+            self.pin((extent, tier))
+        read = [slot for extent, slot in zip(extents, slots, strict=True) if extent.kind is Kind.ACC]
+        self.emit(queue, Step(group, tuple(slots)), reads=read, writes=[slot for slot in slots if slot not in read])
+        for extent in extents:
+            self.unpin((extent, tier))
+            if extent.kind is Kind.ACC:
+                self.discard(extent)
+                continue
+            self.wrote(extent, tier, program.rebuilt(group) if extent.kind is Kind.P16 else 1)
+            self.bring_home(extent)
+
     def bring_home(self, extent: Extent) -> None:
         """Copy the newest version to the home slot."""
         self.at(extent, self.home_tier(extent))
 
     def finish(self) -> Segment:
         """Copy everything to its home slot, and release all other slots."""
-        for extent in self.program.exit(self.segment):
+        for extent in self.program.exit(self.segment, self.early):
             self.bring_home(extent)
         for (tier, _), arena in self._arenas.items():
             for piece in arena.owned():

@@ -119,7 +119,7 @@ class _Reference:
                 program=self.program,
                 plan=self.plan,
                 training=self.training,
-                lifecycle=Lifecycle(self.program) if watched else None,
+                lifecycle=Lifecycle(self.program, self.plan.stepped_in_backward) if watched else None,
             )
             for rank in ranks
         ]
@@ -292,7 +292,7 @@ class _Reference:
                 f"{leg.name.value} ends with {len(process.bank.slots)} slots, not {len(self.plan.home)} of home"
             )
         for held in self.plan.home:
-            version = self.program.exit(leg.name).get(held.extent)
+            version = self.program.exit(leg.name, process.early).get(held.extent)
             process.check(leg, process.bank.home(held), held.extent, version)
 
     # What came of it.

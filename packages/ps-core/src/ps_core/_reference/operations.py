@@ -23,11 +23,11 @@ from ps_core._plan import (
     Step,
 )
 from ps_core._program import Visit
-from ps_core._reference.floats import Floats, add
+from ps_core._reference.floats import Floats, add, all_finite
 from ps_core._reference.optim import step_run
 from ps_core._reference.process_memory import POISON, Slot
 from ps_core._reference.simulated_process import Leg, Process
-from ps_core._reference.training_rules import Call, Outcome, contribute, measure, overflowed, reduce
+from ps_core._reference.training_rules import Call, Decision, Outcome, contribute, measure, overflowed, reduce
 
 
 def carry_out(process: Process, leg: Leg, op: Op) -> None:
@@ -239,15 +239,22 @@ _STEPPED = (Kind.P32, Kind.M, Kind.V)
 """The kinds that a step reads and writes: the master and the two moments of this reference's optimizers."""
 
 
+def _decision(process: Process, leg: Leg) -> Decision:
+    """Return the decision to step: all gradients', or within backward the only one possible."""
+    if leg.name.is_micro and process.training.max_grad_norm is None:
+        return Decision(1.0, False, leg.iteration + 1, 0.0)
+    if leg.decision is None or leg.decision.skip:
+        raise PlanMismatch("a step without a decision to take one")
+    return leg.decision
+
+
 def _step(process: Process, leg: Leg, op: Step) -> None:
     """Step every element of the chunk by its own tensor's settings; padding stays zero.
 
     The optimizers here have a momentum and a variance at most. States that the program lacks are zeros before each
     step. Further states of the program stay as they are.
     """
-    program, decision = process.program, leg.decision
-    if decision is None or decision.skip:
-        raise PlanMismatch("a step without a decision to take one")
+    program, decision = process.program, _decision(process, leg)
     kinds = program.home_kinds(op.group)
     if len(kinds) != len(op.slots):
         raise PlanMismatch(f"the step of group {op.group} has {len(op.slots)} slots, expected {len(kinds)}")
@@ -259,6 +266,8 @@ def _step(process: Process, leg: Leg, op: Step) -> None:
         slots[kind] = process.holding(leg, number, Extent(kind, op.group), expected, tier)
     kept = (Kind.P32, *program.state_kinds)
     old = {kind: process.read(slots[kind], Extent(kind, op.group)) for kind in (*kept, gradient.kind)}
+    if leg.name.is_micro and not all_finite(old[gradient.kind]):
+        raise FloatingPointError(f"a gradient of group {op.group} is not finite, so the group was not stepped")
     new = {kind: array("f", old[kind]) for kind in kept}
     zeros = array("f", bytes(4 * len(new[Kind.P32])))
     for tensor, start, end in process.pieces(op.group):
@@ -274,7 +283,7 @@ def _step(process: Process, leg: Leg, op: Step) -> None:
 
 
 def _cast(process: Process, leg: Leg, op: Cast) -> None:
-    if op.group not in process.program.casts(leg.name):
+    if op.group not in process.program.casts(leg.name, process.early):
         raise PlanMismatch(f"{leg.name.value} rebuilds group {op.group}")
     master, weight = Extent(Kind.P32, op.group), Extent(Kind.P16, op.group)
     source = process.holding(leg, op.master, master, 0)

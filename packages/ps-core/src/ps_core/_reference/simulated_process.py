@@ -58,10 +58,13 @@ class Process:
     used: dict[Extent, tuple[Slot, int]] = field(default_factory=dict)
     """Slots of the last moment, and how often each had been moved."""
     last_reads: tuple[int, ...] = field(init=False)
+    early: frozenset[int] = field(init=False)
+    """Groups that the plan steps within backward."""
 
     def __post_init__(self) -> None:
         self.bank = Bank(self.plan)
         self.last_reads = last_reads(self.program.trace)
+        self.early = self.plan.stepped_in_backward
         first = SegmentName.EVAL if not self.program.training else self.program.segments[0]
         entry = self.program.entry(first)
         for number, held in enumerate(self.plan.home):
@@ -121,9 +124,9 @@ class Process:
         """Return an earlier segment's contents of a slot with the versions that a later one counts."""
         version: int | None = tag.version
         for earlier in range(tag.serial, serial):
-            if self.program.exit(self.legs[earlier]).get(tag.extent) != version:
+            if self.program.exit(self.legs[earlier], self.early).get(tag.extent) != version:
                 return None
-            version = self.program.entry(self.legs[earlier + 1]).get(tag.extent)
+            version = self.program.entry(self.legs[earlier + 1], self.early).get(tag.extent)
         return None if version is None else (tag.extent, version)
 
     def read(self, slot: Slot, extent: Extent) -> Floats:

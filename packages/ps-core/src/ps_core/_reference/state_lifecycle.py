@@ -20,6 +20,8 @@ class Lifecycle:
     """Drive a `StateBook`; an order of instructions that a tensor's states do not allow raises `IllegalTransition`."""
 
     program: Program
+    early: frozenset[int] = frozenset()
+    """Groups that are stepped within backward."""
     book: StateBook = field(init=False)
     _turned: bool = False
 
@@ -118,7 +120,7 @@ class Lifecycle:
         if segment in (SegmentName.PROLOGUE, SegmentName.STEP):
             return
         waiting: set[int] = set()
-        stepped = {entry for group in self.program.stepped for entry in self._entries(group)}
+        stepped = {entry for group in self.program.stepped if group not in self.early for entry in self._entries(group)}
         if segment is SegmentName.MICRO_LAST:
             waiting = stepped
         elif segment is SegmentName.SKIP:

@@ -91,7 +91,8 @@ class Issuing:
             raise InvalidInput(f"a copy of {program.ranks} processes neither fills nor divides nodes of {per_node}")
         self._played = machine.played_copy_bandwidth > 0
         self._worker = tiers[0].name == "device" and not self._played
-        self._in_backward = in_backward and self._worker
+        self.within_backward = in_backward and self._worker
+        """True if steps may begin within backward."""
         self._undoable, self._tiers = undoable, tiers
         self._costs = Costs(program, tiers, machine, per_node, accelerator=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node
@@ -107,7 +108,7 @@ class Issuing:
             return [_alone(priced, *play(priced.segment, priced.work.seconds, priced.work.thread_s)) for priced in step]
         if not self._worker and not any(_works_between_moments(priced.segment) for priced in step):
             return [_alone(priced, *_ends(priced)) for priced in step]
-        return self._time_choosing(home, step)[1] if self._in_backward else self._time_in_order(home, step)
+        return self._time_choosing(home, step)[1] if self.within_backward else self._time_in_order(home, step)
 
     def _time_in_order(self, home: tuple[Held, ...], step: Sequence[Priced]) -> list[Timed]:
         timeline = self._timeline(home)
@@ -122,7 +123,7 @@ class Issuing:
 
     def early_steps(self, home: tuple[Held, ...], step: Sequence[Priced]) -> EarlySteps:
         """Return the steps that begin within the last pass."""
-        return self._time_choosing(home, step)[0] if self._in_backward else {}
+        return self._time_choosing(home, step)[0] if self.within_backward else {}
 
     def ran(
         self, home: tuple[Held, ...], sequence: Sequence[Priced], steps: EarlySteps

@@ -209,6 +209,8 @@ class _Walk:
         elif isinstance(instr.op, Release):
             self._release(instr.op)
         elif instr.queue is Queue.COMPUTE:
+            if isinstance(instr.op, Step) and self._name != SegmentName.STEP:  # the host looks at the gradient first
+                line.now = max(line.now, begin)
             line.now += line.launching_s(instr.op)
             end = max(end, line.now)
         line.free[instr.queue] = self._ends[place] = end

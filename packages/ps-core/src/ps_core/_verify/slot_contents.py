@@ -50,7 +50,8 @@ def allowed_in(program: Program, segment: SegmentName) -> frozenset[type]:
     accumulates = not all(map(program.overwritten, program.stepped))
     gradients = (*((ReduceScatter,) if program.sharded else ()), *((Accumulate,) if accumulates else ()))
     last = (Norm, Decide) if segment is SegmentName.MICRO_LAST else ()
-    return frozenset((*moments, *gradients, *last))
+    early = (Step,) if last and program.may_step_in_backward else ()
+    return frozenset((*moments, *gradients, *last, *early))
 
 
 def sizes(program: Program) -> dict[Extent, int]:
@@ -76,7 +77,8 @@ class Contents:
         self._plan = plan
         self._segment = segment.name
         self._sizes = sizes
-        self._slots = Slots(plan.tiers, plan.home, program.entry(segment.name))
+        self._early = plan.stepped_in_backward
+        self._slots = Slots(plan.tiers, plan.home, program.entry(segment.name, self._early))
         self._links = _queues_between(plan)
         self._workers = [worker(plan.tiers, tier) for tier in range(len(plan.tiers))]
         self._visits = program.segment_visits(segment.name)
@@ -130,7 +132,7 @@ class Contents:
             raise Fault(f"{wanted} decisions", f"{self._decisions}")
         live = self._slots.live
         at = {(slot.tier, slot.offset, slot.bytes): slot for slot in live.values()}
-        exits = self._program.exit(self._segment)
+        exits = self._program.exit(self._segment, self._early)
         for held in self._plan.home:
             slot = at.pop((held.tier, held.offset, held.bytes), None)
             home = f"home of {held.extent.kind.value} of {held.extent.index}"

@@ -162,7 +162,7 @@ def _is_gradient(program: Program, group: int, version: int) -> bool:
 
 
 def _gradients_at_entry(program: Program, plan: Plan, name: SegmentName) -> set[int]:
-    versions = program.entry(name)
+    versions = program.entry(name, plan.stepped_in_backward)
     return {
         slot
         for slot, held in enumerate(plan.home)

@@ -82,7 +82,12 @@ class EnginePlan:
     @cached_property
     def in_backward(self) -> bool:
         """Return True if groups are stepped while backward goes on."""
-        return bool(self.planned.early)
+        return bool(self.planned.early or self.early)
+
+    @cached_property
+    def early(self) -> set[ParamGroup]:
+        """Return the groups that the plan itself steps within backward."""
+        return {self.order[index] for index in self.plan.stepped_in_backward}
 
     @cached_property
     def moves_activations(self) -> bool:
@@ -143,8 +148,8 @@ class EnginePlan:
 
     @cached_property
     def stepped(self) -> set[ParamGroup]:
-        """Return the groups that the plan's step steps."""
-        return {self.order[index] for index in self.program.stepped}
+        """Return the groups that the plan's step segment steps."""
+        return {self.order[index] for index in self.program.stepped} - self.early
 
     @cached_property
     def learning(self) -> dict[ParamGroup, list[ParamState]]:

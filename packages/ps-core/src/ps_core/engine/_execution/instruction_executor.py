@@ -251,7 +251,7 @@ class InstructionExecutor:
         else:
             group.chunks[kind].fill_copy(target)  # where another copy is registered, it is in use; see `begin`
         self._residency.transfers.watcher.moved(source.tier, target.tier, op.bytes)
-        if target.tier == 0 and self._segment.moments and not group.gathered:
+        if target.tier == 0 and self._segment.moments and kind is group.weight and not group.gathered:
             self._counters.fetched(early=instr.visit > self.moment)
 
     def _shift(self, instr: Instr, op: Shift) -> None:
@@ -286,6 +286,10 @@ class InstructionExecutor:
         rows = [record for record in group.tensors if record.gradient is wanted and record.norm_part is None]
         launch = None if self._store.synchronous else partial(self._launch, instr.queue, (slot,))
         self._gradients.measure_all(rows, flat, launch)
+
+    def step_within_backward(self, stepping: Stepping) -> None:
+        """Carry out the steps of this segment, a backward pass, by ``stepping``."""
+        self._handlers[Step] = lambda instr, op: self.step_early(instr, stepping)
 
     def step_early(self, instr: Instr, stepping: Stepping) -> None:
         """Step a group whose gradient is complete; one in a sum that the plan has not is left for the step."""
