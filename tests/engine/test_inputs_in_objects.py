@@ -6,7 +6,7 @@ import weakref
 from collections import UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,6 +87,7 @@ WRAPPERS: dict[str, Callable[[Tensor], Any]] = {
     "object with slots": Slots,
     "UserDict": lambda x: UserDict(x=x),
     "BatchEncoding": lambda x: BatchEncoding({"x": x}),
+    "namespace": lambda x: SimpleNamespace(x=x),
     "mapping proxy": lambda x: MappingProxyType({"x": x}),
     "object with stores": Graph,
 }

@@ -103,9 +103,9 @@ def test_home_slots_of_weights_in_use_are_moved_down_too(budget: str) -> None:
 )
 def test_a_number_that_only_smaller_passes_had_is_measured(before: dict[str, Any]) -> None:
     """They say nothing of what a whole training pass takes."""
-    calls = [{}] * PLAIN_STEPS + [{"samples": 60} | before, {}]
+    calls = [{}] * PLAIN_STEPS + [{"samples": 40} | before, {}]
     assert fits("128KiB", *calls)
-    assert not fits("128KiB", *calls, {"samples": 60})
+    assert not fits("128KiB", *calls, {"samples": 40})
 
 
 def test_the_number_of_an_evaluation_before_the_plan_is_measured() -> None:

@@ -61,6 +61,10 @@ class NonModelMemory:
         ledger.set_nonmodel(self._bytes.current_bytes + self._constant_bytes)
         return needed
 
+    def measured(self, moment: MomentRecord) -> int:
+        """Return the most non-model bytes that were measured of a moment, with those that are always there."""
+        return moment.nonmodel_bytes + self._constant_bytes
+
     def free_broken_pass(self) -> int:
         """Free the activations that an exception left alive; return the bytes that objects of the user's hold.
 

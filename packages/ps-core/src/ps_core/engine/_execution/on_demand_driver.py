@@ -7,7 +7,7 @@ all, what only the cache keeps is evicted. A pass that left a plan may also move
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -126,11 +126,18 @@ class OnDemandDriver:
                 self._residency.transfers.write_home(group.weight_chunk)
                 self._residency.expose(group)
 
-    def adopt(self, groups: list[ParamGroup], lower_homes: Callable[[], None] | None = None) -> None:
+    def adopt(
+        self,
+        groups: list[ParamGroup],
+        present: Sequence[ParamGroup] = (),
+        lower_homes: Callable[[], None] | None = None,
+    ) -> None:
         """Take over the copies that a plan left on the compute tier, for a pass whose peak is not known.
 
-        ``lower_homes`` moves its home slots down, if the rest of the pass needs their memory.
+        ``present``: the groups that the present moment uses. ``lower_homes`` moves the plan's home slots down, if the
+        rest of the pass needs their memory.
         """
+        self._present = list(present)
         self._lower_homes, self.highest_nonmodel_bytes = lower_homes, None
         self.fetched = {group: None for group in groups if 0 in group.weight_chunk.copies}
 

@@ -24,7 +24,7 @@ _JOINS = 3
 _MOST_EVALUATIONS = 8
 """Evaluations of so many shapes are remembered."""
 _MOST_VALUES = 64
-"""So many passes of a plan are measured because they were called with numbers or texts that were not."""
+"""So many passes of a plan, with gradients and without, are measured because their numbers or texts are new."""
 
 
 class OtherBatches:
@@ -48,15 +48,17 @@ class OtherBatches:
         """The batch of the last evaluation on demand, and its peak of non-model bytes."""
         self.evaluations: tuple[BatchShape, ...] = ()
         """Batches of evaluations that the plan serves: they ran on demand, and took no more than it leaves free."""
+        self.too_large: tuple[BatchShape, ...] = ()
+        """Batches of evaluations that left the plan, because they took more than it leaves free."""
         self._measured: dict[tuple[bool, tuple[Any, ...]], BatchShape] = {}
         """The batches that the plan in force was made for, or that were measured since.
 
         By the arguments besides tensors, of passes with gradients (True) and without.
         """
         self.last_known: dict[bool, BatchShape | None] = {True: None, False: None}
-        """The last batch that `values_are_new` was asked for since then, of passes with gradients and without."""
-        self._values_left = _MOST_VALUES
-        """Number of passes that `values_are_new` still has measured."""
+        """The last batch that `values_are_new` returned False for, of passes with gradients and without."""
+        self._values_left = {True: _MOST_VALUES, False: _MOST_VALUES}
+        """Number of passes that `values_are_new` still has measured, with gradients and without."""
 
     def note_dropped(self, recording: PassRecording, batch: BatchShape) -> None:
         """Remember a forward pass with gradients that no backward pass followed."""
@@ -77,28 +79,39 @@ class OtherBatches:
         """Forget the forward pass with gradients that no backward pass followed: no plan has room for it."""
         self._dropped = None
 
-    def begin_plan(self, batch: BatchShape | None) -> None:
-        """Forget what the plan before served; another plan for this batch, or none, is in force."""
-        self.evaluations, self.in_a_row = (), 0
-        self._measured, self._values_left = {}, _MOST_VALUES
+    def begin_plan(self, batch: BatchShape | None, *, training: bool = True) -> None:
+        """Forget what the plan before served; another plan for this batch, or none, is in force.
+
+        ``training``: the plan is from a pass with gradients. What an evaluation takes is not known then.
+        """
+        self.evaluations, self.too_large, self.in_a_row = (), (), 0
+        self._measured, self._values_left = {}, {True: _MOST_VALUES, False: _MOST_VALUES}
         self.last_known = {True: None, False: None}
         if batch is not None:
-            both = replace(batch, later=(), others=())
-            self._measured = {(training, batch.values): both for training in (True, False)}
+            self._measured[training, batch.values] = replace(batch, later=(), others=())
 
     def values_are_new(self, batch: BatchShape, *, training: bool) -> bool:
         """Return True if no pass by the plan with these arguments besides tensors was measured, and not too many were.
 
         They may be what a moment's memory depends on: a number of samples, or a flag. The caller measures the pass.
         """
+        measured = self._measured.get((training, batch.values))
+        if self._values_left[training] and (measured is None or not measured.covers(batch)):
+            return True
         self.last_known[training] = batch
+        return False
+
+    def note_measured(self, batch: BatchShape, *, training: bool) -> None:
+        """Note that a pass was measured to its end, and fits."""
         key = training, batch.values
         measured = self._measured.get(key)
-        if not self._values_left or (measured is not None and measured.covers(batch)):
-            return False
-        self._values_left -= 1
-        self._measured[key] = batch if measured is None else measured.beside(batch)
-        return True
+        if self._values_left[training] and (measured is None or not measured.covers(batch)):
+            self._values_left[training] -= 1
+            self._measured[key] = batch if measured is None else measured.beside(batch)
+
+    def note_too_large(self, batch: BatchShape) -> None:
+        """Note that an evaluation left the plan, because it took more than the plan leaves free."""
+        self.too_large = (batch, *self.too_large[: _MOST_EVALUATIONS - 1])
 
     def end_row(self) -> None:
         """Note a step that the plan in force served."""
@@ -127,10 +140,11 @@ class OtherBatches:
         self.evaluations = (batch, *others[: _MOST_EVALUATIONS - 1])
 
     def peak_of_evaluation(self, batch: BatchShape | None) -> int | None:
-        """Return the most non-model bytes that an evaluation takes, if the last one's batch was no smaller."""
-        if self._evaluated is None or not self._evaluated[0].covers(batch):
+        """Return the most non-model bytes of an evaluation, if the last one was no smaller, with the same numbers."""
+        if batch is None or self._evaluated is None:
             return None
-        return self._evaluated[1]
+        last, peak = self._evaluated
+        return peak if last.values == batch.values and last.covers(batch) else None
 
     def covers_evaluation(self, batch: BatchShape | None) -> bool:
         """Return True if an evaluation of this batch, or of a larger one, took no more than the plan leaves free."""
@@ -140,8 +154,11 @@ class OtherBatches:
         """Return why a plan does not serve a pass that begins with this batch; an empty text if it does."""
         if batch is None:
             return "a part of the model is called by itself"
-        if not training and self.covers_evaluation(batch):
-            return ""
+        if not training:
+            if any(each.values == batch.values and batch.covers(each) for each in self.too_large):
+                return "an evaluation that takes more than the plan leaves free"
+            if self.covers_evaluation(batch):
+                return ""
         if not planned_for.covers(batch):
             return planned_for.difference(batch)
         several = planned_for.later and not training

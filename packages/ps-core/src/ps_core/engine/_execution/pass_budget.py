@@ -10,7 +10,7 @@ from ps_core.engine._execution.nonmodel_memory import NonModelMemory
 from ps_core.engine._memory.tier_store import TierStore
 from ps_core.engine._parameters.errors import compute_tier_too_small, everything_too_large
 from ps_core.engine._parameters.param_state import ParamGroup
-from ps_core.engine._tracing.pass_recording import MomentRecord
+from ps_core.engine._tracing.pass_recording import MomentRecord, PassRecording
 
 
 class Excess(Enum):
@@ -29,6 +29,8 @@ class PassBudget:
 
     def __init__(self, store: TierStore, groups: list[ParamGroup], nonmodel: NonModelMemory) -> None:
         self._store, self._groups, self._nonmodel = store, groups, nonmodel
+        self._exceeding: MomentRecord | None = None
+        """The last moment that took more than the budget, or than its plan left free; None: there was none."""
         self.late: DoesNotFit | None = None
         """The error for the pass before, which the next pass raises as it begins; None: there is none."""
 
@@ -41,11 +43,24 @@ class PassBudget:
         over = needed - self._store.tiers[0].capacity_bytes
         if over <= 0 or excess is Excess.IGNORE or driver.free_optional_bytes(over) >= over:
             return False
+        self._exceeding = moment
         if not planned:
             if excess is Excess.RAISE:
                 raise self._error_for(moment, needed)
             self.late = _of_the_pass_before(self._error_for(moment, needed))
         return planned
+
+    def has_kept(self, recording: PassRecording) -> bool:
+        """Return True if no moment of a measured pass took more than the budget, or than its plan left free."""
+        return all(moment is not self._exceeding for moment in recording.moments)
+
+    def check_alone(self, moment: MomentRecord, driver: PassDriver) -> None:
+        """Raise `DoesNotFit` if a moment for which the plan was left takes too much without a plan, too."""
+        ledger = self._store.ledger
+        nonmodel_bytes = self._nonmodel.measured(moment)
+        over = ledger.used_bytes[0] + nonmodel_bytes - self._store.tiers[0].capacity_bytes
+        if over > 0 and driver.free_optional_bytes(over) < over:
+            raise self._error_for(moment, ledger.used_bytes[0] + nonmodel_bytes)
 
     def _error_for(self, moment: MomentRecord, needed: int) -> DoesNotFit:
         if self._store.resident:

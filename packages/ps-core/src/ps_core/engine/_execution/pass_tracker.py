@@ -311,7 +311,9 @@ class PassTracker:
             finally:
                 self.followed = self.driver is not self.demand
                 if not self.followed:
-                    self.demand.adopt(self._groups, partial(self.scheduler.plan_abandoned, needs_more=True))
+                    used = () if self.current is None else (*self.current.reads, *self.current.grad_groups)
+                    present = [self._groups[index] for index in used]
+                    self.demand.adopt(self._groups, present, partial(self.scheduler.plan_abandoned, needs_more=True))
                     if self.recording is not None:
                         self.recording.irregular = LEFT_PLAN
                 self.nonmodel.start()
@@ -330,9 +332,11 @@ class PassTracker:
         if self.tracked:
             planned = isinstance(self.driver, PlanDriver)
             if self.budget.is_exceeded(moment, self.driver, excess, planned=planned):
-                if self.recording is not None:
-                    self.recording.overrun = True
+                assert self.recording is not None, "the moment is of a pass"
+                self.recording.overrun = True
                 self.diverge(Diverged(f"{moment.name} takes more than was planned"), needs_more=True)
+                if excess is Excess.RAISE and not self.recording.training:
+                    self.budget.check_alone(moment, self.driver)
         if self.observer is not None and self.recording is not None:
             self.observer(moment, len(self.recording.moments) == 1)
         return held_after(moment, self._groups, self._record_of) if self.nonmodel.counting else []

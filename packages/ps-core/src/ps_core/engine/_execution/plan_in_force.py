@@ -170,7 +170,7 @@ class PlanInForce:
         plan = self._asking.find(recording, batch, self._spare_bytes)
         if not self._put(plan, recording, batch):
             return False
-        self._others.begin_plan(batch)
+        self._others.begin_plan(batch, training=recording.training)
         self._say(
             f"planned {len(plan.recording.moments)} moments of {len(plan.order)} groups in "
             f"{time.monotonic() - started:.1f} s; {plan.planned.prediction.step_time_s:.3g} s a step are predicted for "

@@ -45,7 +45,7 @@ from ps_core.engine._tracing.input_tensors import VALUES, comparable
 from ps_core.engine._tracing.pass_recording import MOST_CALLS, PassRecording
 
 _WATCHED_EVERY = 32
-"""The non-model bytes of one in so many planned passes are measured, which costs time."""
+"""The non-model bytes of one in so many planned passes are measured, which costs time; evaluations count apart."""
 
 
 class PlanScheduler:
@@ -72,13 +72,13 @@ class PlanScheduler:
         self._before_step = 0
         """Number of passes with gradients before this step's first."""
         self._seen: tuple[list[Any], list[Any], BatchShape] = [], [], BatchShape()
-        """Shapes and types of the last call's tensors, its other arguments, and their batch shape."""
+        """Shapes and types of the last call's tensors, the model's mode and other arguments, and their batch shape."""
         self._tried = False
         """True if the first pass was tried with fake tensors."""
         self._measured: BatchShape | None = None
         """On one tier: the batches whose non-model bytes are known; None: there are none yet."""
-        self._replayed = 0
-        """Number of passes that began by a plan."""
+        self._replayed = {True: 0, False: 0}
+        """Number of passes that began by a plan, with gradients and without."""
 
     def _no_plan_yet(self, options: Options) -> PlanInForce:
         asking = PlanRequest(self._engine, self._model_name, self._setup, options)
@@ -129,9 +129,9 @@ class PlanScheduler:
             and self._engine.passes.recording is not None
             and torch._C._current_graph_task_id() == -1
         ):
-            self._add_call(self._batch_of(args, kwargs))
+            self._add_call(self._batch_of(module, args, kwargs))
             return
-        self._batch = self._batch_of(args, kwargs)
+        self._batch = self._batch_of(module, args, kwargs)
         if not self._setup.training:
             self.maybe_replan()
             return
@@ -174,10 +174,10 @@ class PlanScheduler:
         starts, planned = self._engine.passes.recording is None and not self._passes_of_step, self._in_force.batch
         return starts and not planned.later and not planned.covers(self._batch)
 
-    def _batch_of(self, args: Any, kwargs: Any) -> BatchShape:
+    def _batch_of(self, module: nn.Module, args: Any, kwargs: Any) -> BatchShape:
         """Return the shape of a call's arguments; usually they are as in the call before."""
         key: list[Any] = []
-        values: list[Any] = [*kwargs]
+        values: list[Any] = [module.training, *kwargs]
         known = True
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and not value.is_nested:
@@ -188,10 +188,12 @@ class PlanScheduler:
                 values.append(comparable(value))
             else:
                 known = False
+        found: BatchShape | None = None
         if not known:
-            return replace(batch_of(args, kwargs), values=tuple(values))
+            found = batch_of(args, kwargs)
+            key, values = [found.shapes, found.tokens], [*values, *found.values]
         if key != self._seen[0] or values != self._seen[1]:
-            self._seen = key, values, replace(batch_of(args, kwargs), values=tuple(values))
+            self._seen = key, values, replace(found or batch_of(args, kwargs), values=tuple(values))
         return self._seen[2]
 
     @defer_interrupts_installing
@@ -236,7 +238,8 @@ class PlanScheduler:
             self._homes.make_room_to_read()
             return self._uncapped()
         planned = self._in_force.batch
-        if self._served != planned and (why := self._others.why_unserved(self._served, planned, training=training)):
+        unlike = self._served != planned or (not training and self._others.too_large)
+        if unlike and (why := self._others.why_unserved(self._served, planned, training=training)):
             engine.counters.diverged(why)
             demand.expect(None)
             self._free_for_unplanned(training)
@@ -269,7 +272,7 @@ class PlanScheduler:
         else:
             micro = plan.micro_segments
             segment = micro[min(self._passes_of_step, len(micro) - 1)]
-        tracked = training is self._setup.training and self._is_watched(training)
+        tracked = self._is_watched(training)
         stepping = (engine.speculation or engine.stepping) if training else None
         return self._replay(plan, segment, tracked=tracked, stepping=stepping)
 
@@ -296,9 +299,9 @@ class PlanScheduler:
 
     def _is_watched(self, training: bool) -> bool:
         """Return True if the non-model bytes of a planned pass are counted."""
-        self._replayed += 1
+        self._replayed[training] += 1
         new = self._served is not self._others.last_known[training] and self._has_new_values(training)
-        return new or self._in_force.estimated or self._replayed % _WATCHED_EVERY == 0
+        return new or self._in_force.estimated or self._replayed[training] % _WATCHED_EVERY == 0
 
     def _free_for_unplanned(self, training: bool) -> None:
         """Free as much memory for an unplanned pass as it would have without a plan, unless it needs less."""
@@ -332,19 +335,32 @@ class PlanScheduler:
                 self._unplanned.note(recording, READ_OUTSIDE if batch is None else "")
         if batch is None:
             return
+        self._note_measured(recording, batch)
         if not self._engine.resident:
             self._observe_batch(recording, batch, measured=passes.tracked and not passes.broke_off)
-        elif passes.tracked and recording.training is self._setup.training:
+        elif passes.tracked and passes.budget.has_kept(recording) and recording.training is self._setup.training:
             both = batch if self._measured is None else self._measured.beside(batch)
             whole = not trains or self._passes_of_step >= self._setup.accumulate
             self._measured = both if whole else None
+
+    def _note_measured(self, recording: PassRecording, batch: BatchShape) -> None:
+        """Note that a pass by the plan was measured to its end, or that an evaluation took more than was planned."""
+        passes = self._engine.passes
+        if recording.overrun:
+            if recording.training is not self._setup.training:
+                self._others.note_too_large(batch)
+            return
+        by_plan = passes.tracked and passes.driver.follows_plan
+        if by_plan and not passes.broke_off and passes.budget.has_kept(recording):
+            self._others.note_measured(batch, training=recording.training)
 
     def _observe_batch(self, recording: PassRecording, batch: BatchShape, *, measured: bool) -> None:
         """Keep a recorded pass that began with a call; ``measured``: its non-model bytes are known to the end."""
         passes, in_force = self._engine.passes, self._in_force
         if measured and not passes.refused and recording.training and not recording.ends_backward:
             self._others.note_dropped(recording, batch)
-        if recording.overrun or (recording.training and in_force.is_wrong(recording)):
+        evaluated = recording.training is not self._setup.training
+        if (recording.overrun and not evaluated) or (recording.training and in_force.is_wrong(recording)):
             in_force.plan_roomier()
         if not measured:
             return
@@ -355,8 +371,9 @@ class PlanScheduler:
             self._left.note(passes.gradient_passes, why, several=bool(batch.later))
         if not recording.complete:
             return
-        if recording.training is not self._setup.training:
-            self._others.note_evaluation(in_force.plan, recording, batch, self._engine.constant_bytes)
+        if evaluated:
+            if not isinstance(passes.driver, PlanDriver):
+                self._others.note_evaluation(in_force.plan, recording, batch, self._engine.constant_bytes)
         elif (self._left.note_recorded() or not served) and (
             not batch.later or self._others.confirms(recording, in_force.source)
         ):

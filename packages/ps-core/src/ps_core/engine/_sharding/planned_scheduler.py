@@ -81,9 +81,9 @@ class RanksScheduler(PlanScheduler):
         # A pass that began with a call is open on all ranks; one that began with a read weight may be open on one.
         goes_on = self._served is not None and self._engine.passes.recording is not None
         if goes_on and self._setup.training and torch._C._current_graph_task_id() == -1:
-            self._add_call(self._batch_of(args, kwargs))
+            self._add_call(self._batch_of(module, args, kwargs))
             return
-        self._batch = self._batch_of(args, kwargs)
+        self._batch = self._batch_of(module, args, kwargs)
         if not self._setup.training:
             self._plan_between_passes()
         elif not self._tried and torch.is_grad_enabled():
@@ -165,7 +165,7 @@ class RanksScheduler(PlanScheduler):
         elif not why and self._homes.elsewhere and not self._homes.move_to_plan(plan):
             why = "memory that home slots have to be moved to has live aliases"
         if not why:
-            return self._replay(plan, segment, tracked=training is self._setup.training and self._is_watched(training))
+            return self._replay(plan, segment, tracked=self._is_watched(training))
         self._engine.counters.diverged(why)
         queue = queue_for_pass(self._residency, training=training)
         collectives = collectives_of(plan, plan.segments[segment])
@@ -204,11 +204,13 @@ class RanksScheduler(PlanScheduler):
         trains = recording.training and self._setup.training and not passes.broke_off
         if trains and self._in_force.none_yet:
             self._unplanned.note(recording, READ_OUTSIDE if batch is None else "")
+        if batch is not None:
+            self._note_measured(recording, batch)
         if batch is None or passes.broke_off or not recording.complete or not passes.tracked:
             return
         if recording.training is self._setup.training:
             self._in_force.note_pass(recording, batch, left_plan=passes.followed)
-        else:
+        elif not isinstance(passes.driver, RanksPlanDriver):
             self._others.note_evaluation(self._in_force.plan, recording, batch, self._engine.constant_bytes)
 
     def maybe_replan(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ps_core.engine._tracing.input_tensors import tensors_of
+from ps_core.engine._tracing.input_tensors import tensors_and_numbers
 
 MODULE_CALLS = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__})
 _MOST_OTHERS = 7
@@ -31,7 +31,7 @@ class BatchShape:
     part: str = ""
     """The class of the part of the model that was called; empty: the model itself was."""
     values: tuple[Any, ...] = field(default=(), compare=False)
-    """The call's arguments besides tensors: names, numbers, texts."""
+    """What the call has besides tensors: numbers, flags, texts; and whether the model is in training mode."""
 
     @property
     def dimensions(self) -> tuple[str | int, ...]:
@@ -90,10 +90,10 @@ class BatchShape:
 
 
 def batch_of(args: Any, kwargs: Any) -> BatchShape:
-    """Return the shape of a call's arguments."""
-    tensors = tensors_of((args, kwargs))
+    """Return the shape of a call's arguments, with the numbers and flags among them."""
+    tensors, numbers = tensors_and_numbers((args, kwargs))
     shapes = tuple(map(_shape, tensors))
-    return BatchShape(shapes, max(map(_tokens, tensors, shapes), default=0))
+    return BatchShape(shapes, max(map(_tokens, tensors, shapes), default=0), values=tuple(numbers))
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
-"""Find the tensors in a model's inputs, also within objects, without running any code of theirs."""
+"""Find the tensors and numbers in a model's inputs, also within objects, without running any code of theirs."""
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from enum import Enum
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -19,7 +21,17 @@ from torch import nn
 
 from ps_core.engine._parameters.managed_parameter import ManagedParameter
 
-VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+def _numpy_numbers() -> tuple[type, ...]:
+    """Return NumPy's types of single numbers; none if it is not installed, else PyTorch has imported it."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return ()
+    return tuple({kind for kind in numpy.sctypeDict.values() if issubclass(kind, numpy.number | numpy.bool_)})
+
+
+_TEXTS = (str, bytes)
+VALUES = (bool, int, float, complex, *_TEXTS, torch.dtype, torch.device, Enum, *_numpy_numbers())
 """Types of inputs that hold no tensors; None is another."""
 _CLOSED = (nn.Module, torch.optim.Optimizer, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Types whose attributes are not followed: they are no inputs, although inputs may refer to them."""
@@ -32,7 +44,7 @@ def comparable(value: Any) -> Any:
     kind = type(value)
     if kind in VALUES:
         return value
-    base = next(each for each in VALUES if issubclass(kind, each))
+    base: Any = next(each for each in VALUES if issubclass(kind, each))
     return base, base.__hash__(value)
 
 
@@ -42,12 +54,22 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     Properties are not called. Modules, optimizers and managed parameters are no inputs.
     """
     found: list[torch.Tensor] = []
-    _find(value, found, set(), _MOST_STEPS)
+    _find(value, found, [], set(), _MOST_STEPS)
     return found
 
 
-def _find(value: Any, found: list[torch.Tensor], seen: set[int], steps: int) -> None:
-    """Add the tensors in a value to those found; ``seen``: ids of the containers and objects so far.
+def tensors_and_numbers(value: Any) -> tuple[list[torch.Tensor], list[Any]]:
+    """Return the tensors as `tensors_of` does, and the first numbers, flags and enumeration members beside them.
+
+    Texts there are left out: in a batch most are data, and differ in each.
+    """
+    found: tuple[list[torch.Tensor], list[Any]] = [], []
+    _find(value, *found, set(), _MOST_STEPS)
+    return found
+
+
+def _find(value: Any, found: list[torch.Tensor], numbers: list[Any], seen: set[int], steps: int) -> None:
+    """Add the tensors and the numbers in a value to those found; ``seen``: ids of the containers and objects so far.
 
     Types are asked, and not values: a proxy's ``__class__`` runs code, or raises if what it stands for is gone.
     """
@@ -67,8 +89,12 @@ def _find(value: Any, found: list[torch.Tensor], seen: set[int], steps: int) -> 
         parts = [part for part in _attributes(value) if type(part) is not ManagedParameter]
     seen.add(id(value))
     for part in parts:
-        if part is not None and not issubclass(type(part), VALUES):
-            _find(part, found, seen, steps - 1)
+        if part is None:
+            continue
+        if not issubclass(type(part), VALUES):
+            _find(part, found, numbers, seen, steps - 1)
+        elif len(numbers) < _MOST_OBJECTS and not issubclass(type(part), _TEXTS):
+            numbers.append(part if type(part) in VALUES else comparable(part))
 
 
 def _attributes(value: Any) -> list[Any]:
@@ -78,7 +104,7 @@ def _attributes(value: Any) -> list[Any]:
         return found
     for base in kind.__mro__:
         own = base.__dict__
-        if type(own.get("__dict__")) is GetSetDescriptorType:
+        if type(own.get("__dict__")) in (GetSetDescriptorType, MemberDescriptorType):
             found += own["__dict__"].__get__(value, kind).values()
         if "__slots__" in own:
             for member in tuple(own.values()):
