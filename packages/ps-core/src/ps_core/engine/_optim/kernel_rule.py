@@ -59,7 +59,7 @@ class Settings:
         factor: float,
     ) -> None:
         """Make the step in one call of a kernel; see `StepSettings`."""
-        master, momentum, variance = rows
+        master, momentum = rows[:2]
         if self.kind is StepRule.SGD:
             ps_kernels.sgd_step(
                 master,
@@ -75,7 +75,7 @@ class Settings:
         ps_kernels.adam_step(
             master,
             momentum,
-            variance,
+            rows[2],
             gradient,
             target,
             step=progress.steps + 1,
@@ -111,7 +111,6 @@ MOMENTS = {StepRule.ADAM: {"exp_avg": Kind.M, "exp_avg_sq": Kind.V}, StepRule.SG
 class KernelRule:
     """AdamW, Adam and SGD of `ps_core`, whose steps are kernels of `ps_kernels`."""
 
-    kinds = 2
     whole = False
     starts_from_zeros = True
 
@@ -120,6 +119,7 @@ class KernelRule:
         self.name = type(spec).__name__
         self.step_rule = StepRule.SGD if isinstance(spec, SGD) else StepRule.ADAM
         self.states = MOMENTS[self.step_rule]
+        self.kinds = len(self.states)  # SGD's also without momentum, which a schedule may set at any step
         self._fixed = FIXED[type(spec)]
         self.groups = [_numbers(spec), *({**_numbers(spec), **_numbers(each)} for each in spec.groups)]
         self.defaults = {**_numbers(spec), **self._fixed}
