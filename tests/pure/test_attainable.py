@@ -21,10 +21,10 @@ PARTS = 40
 ROOMY = Cluster(device_memory=40 * GIB, host_memory=100 * GIB)
 
 
-def training(name: str, *, within: bool, dram: float | None) -> Training:
+def training(name: str, *, within: bool, dram: float | None, cores: float | None = None) -> Training:
     rates = machine("h200")
     if dram is not None:
-        rates = replace(rates, host_dram_bandwidth=dram)
+        rates = replace(rates, host_dram_bandwidth=dram, host_bandwidth=cores or rates.host_bandwidth)
     cluster = Cluster(device_memory=SIZES[name] * GIB, host_memory=rates.host_memory_bytes)
     return Training(machine=rates, cluster=cluster, batch=8, seq=1024, step_in_backward=within)
 
@@ -60,8 +60,8 @@ def least_s(told: Forecast, rates: Machine, on_device: float, travels: float, ro
     return max(compute_s, compute_s - phases_s[Phase.FORWARD] - own_s + late_s, links_s, memory_s)
 
 
-def predicted(name: str, *, within: bool, dram: float | None) -> Forecast:
-    return forecast(shape(name), training(name, within=within, dram=dram))
+def predicted(name: str, *, within: bool, dram: float | None, cores: float | None = None) -> Forecast:
+    return forecast(shape(name), training(name, within=within, dram=dram, cores=cores))
 
 
 @pytest.mark.parametrize("dram", [None, 300e9], ids=["one rate", "memory of 300 GB/s"])
@@ -78,12 +78,28 @@ def test_steps_behind_backward_take_little_more_than_the_least(name: str, dram: 
         ("gpt-24x2048", 300e9, 0.97),
         ("gpt-32x2560", None, 0.96),
         ("gpt-32x2560", 300e9, 0.97),
-        ("gpt-32x4096", None, 0.85),
+        ("gpt-32x4096", None, 0.86),
         ("gpt-32x4096", 300e9, 0.97),
     ],
 )
 def test_steps_within_backward_take_little_more_than_that(name: str, dram: float | None, share: float) -> None:
     told = predicted(name, within=True, dram=dram)
+    assert share < attainable_s(told) / told.step_time_s < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "cores", "dram", "share"),
+    [
+        ("gpt-32x4096", 60e9, 200e9, 0.76),
+        ("gpt-32x4096", 100e9, 300e9, 0.79),
+        ("gpt-32x4096", 110e9, 110e9, 0.86),
+        ("gpt-32x4096", 150e9, 300e9, 0.96),
+        ("gpt-24x2048", 60e9, 200e9, 0.92),
+    ],
+)
+def test_where_cores_are_slow_states_go_up_within_backward(name: str, cores: float, dram: float, share: float) -> None:
+    told = predicted(name, within=True, dram=dram, cores=cores)
+    assert told.planned.plan.stepped_in_backward
     assert share < attainable_s(told) / told.step_time_s < 1
 
 

@@ -249,10 +249,13 @@ class Scorer:
         for less in _LESS if self._in_backward else _LESS[:1]:
             for streamed in _STREAMED:
                 found = self._better(found, max(best.resident - less, self.limits[0]), streamed) or found
-        for resident in (found.resident - 1, found.resident + 1) if self._in_backward and found.streamed else ():
-            found = self._better(found, max(resident, self.limits[0]), found.streamed) or found
         for streamed in (found.streamed * 3 // 4, min(found.streamed * 3 // 2, _PARTS)):
             found = self._better(found, found.resident, streamed) or found
+        if self._in_backward and found.streamed:
+            for more in (-2, -1, 1, 2):
+                found = self._better(found, max(found.resident + more, self.limits[0]), found.streamed) or found
+            for streamed in (found.streamed - 1, min(found.streamed + 1, _PARTS)):
+                found = self._better(found, found.resident, streamed) or found
         return found
 
 
