@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,61 +13,19 @@ from torch.nn import functional
 
 import _models as models
 from _cases import next_token, rows, square, tokens
+from _early_steps import DEVICES, SIZES, managed, stream_states, trained
 from _fake_cuda import FakeRuntime
 from _runs import HOST, let_go
-from checked_device.device import CheckedDevice
 from ps_core import AdamW, Budget, InvalidInput, Options
 from ps_core._plan import Held
-from ps_core._planner.placement import Placement
-from ps_core._planner.scores import Scorer
-from ps_core._planner.search import Planned
 from ps_core._simulate.engine_timing import Issuing, Priced
 from ps_core._simulate.steps_in_backward import EarlySteps, early_steps
 from ps_core.engine import chunked, load_checkpoint, save_checkpoint, statistics
-from ps_core.engine._execution import plan_request
 from ps_core.engine._execution.find_hooks import hooks_of
 from test_host_worker import late_device
 from test_late_parameters import Net, X, add_layer
 from test_offload import Net as Offloading
-from test_virtual_clock import MACHINE, NEAR, check_profile, check_times, train
-
-SIZES = {"bf16": ("72KiB", "110KiB"), "fp32": ("144KiB", "200KiB")}
-DEVICES: dict[str, Callable[[FakeRuntime], Any]] = {
-    "emulated": lambda runtime: "emulated",
-    "checked": lambda runtime: CheckedDevice(check=True, seed=3),
-    "late": lambda runtime: late_device(runtime, 2),
-}
-
-
-def managed(device: Any, precision: str, size: str | None, step: str = "in_backward") -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    return chunked(
-        models.Language(tied=True, checkpointing=True),
-        AdamW(lr=0.01),
-        device=device,
-        precision=precision,
-        budget=Budget(host=HOST) if size is None else Budget(device=size, host=HOST),
-        options=Options(group_bytes=4096, step=step),
-    )
-
-
-def trained(device: Any, precision: str, size: str | None, step: str) -> tuple[list[Tensor], Any]:
-    model, optimizer = managed(device, precision, size, step)
-    logs = []
-    for index in range(6):
-        loss = next_token(model, *tokens(index))
-        loss.backward()
-        logs.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        if index == 3:
-            optimizer.param_groups[0]["lr"] = 0.005
-    logs += [value.clone() for value in model.state_dict().values()]
-    states = optimizer.state_dict(masters=True)["state"].values()
-    logs += [value for entry in states for value in entry.values() if isinstance(value, Tensor)]
-    found = statistics(model)
-    let_go(model)
-    return logs, found
+from test_virtual_clock import NEAR, check_profile, train
 
 
 @pytest.fixture(params=["by the processor", "also on the device"])
@@ -111,47 +68,6 @@ def test_the_same_bits_where_the_processor_comes_back_to_older_gradients(
         got, found = trained(DEVICES[device](runtime), precision, SIZES[precision][0], "in_backward")
     assert all(map(torch.equal, right, got))
     assert (found.divergences, found.planned_passes) == (0, 5)
-
-
-def keep_plans(monkeypatch: pytest.MonkeyPatch) -> list[Planned]:
-    """Return a list of the plans that are made from now on."""
-    planned: list[Planned] = []
-    find = plan_request.find_plan
-
-    def kept(*told: Any, **more: Any) -> Planned:
-        planned.append(find(*told, **more))
-        return planned[-1]
-
-    monkeypatch.setattr(plan_request, "find_plan", kept)
-    return planned
-
-
-def stream_states(monkeypatch: pytest.MonkeyPatch, parts: int = 8) -> list[Planned]:
-    """Step so many sixteenths of the groups below the device on it, within backward; return the plans made so."""
-    place = Scorer.placement
-
-    def placement(self: Scorer, resident: int, streamed: int) -> Placement:
-        placed = place(self, resident, parts)
-        below = range(resident, len(placed.states))
-        return replace(placed, early=tuple(group for group in below if placed.steps[group] == 0))
-
-    monkeypatch.setattr(Scorer, "placement", placement)
-    return keep_plans(monkeypatch)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("precision", "size"), [("bf16", "110KiB"), ("bf16", "96KiB"), ("fp32", "200KiB")])
-def test_the_same_bits_where_states_go_up_within_backward(
-    precision: str, size: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned = stream_states(monkeypatch)
-    right, _ = trained("cpu", precision, None, "after_backward")
-    runtime = FakeRuntime(1)
-    with runtime:
-        got, found = trained(DEVICES[device](runtime), precision, size, "in_backward")
-    assert all(map(torch.equal, right, got))
-    assert (found.divergences, found.planned_passes) == (0, 5)
-    assert planned[-1].plan.stepped_in_backward
 
 
 def test_gradients_of_inputs_step_nothing() -> None:
@@ -464,14 +380,3 @@ def test_a_step_takes_what_was_predicted(budget_kib: int, precision: str, tmp_pa
     assert got.step_s <= after.step_s * 1.02
     if precision == "bf16":
         assert got.step_s < 0.9 * after.step_s
-
-
-@pytest.mark.parametrize(("precision", "budget_kib"), [("bf16", 96), ("bf16", 128), ("fp32", 128), ("fp32", 192)])
-def test_so_does_one_whose_states_go_up_within_backward(
-    precision: str, budget_kib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned = keep_plans(monkeypatch)
-    slow = replace(MACHINE, host_bandwidth=MACHINE.host_bandwidth / 8, host_dram_bandwidth=MACHINE.host_bandwidth)
-    got = train(tmp_path, f"{budget_kib}KiB", precision=precision, clip=None, step="in_backward", machine=slow)
-    assert planned[-1].plan.stepped_in_backward
-    check_times(got)

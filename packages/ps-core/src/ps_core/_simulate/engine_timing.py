@@ -18,7 +18,7 @@ one thread does almost everything; see `emulated_timing`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -94,6 +94,7 @@ class Issuing:
         self.within_backward = in_backward and self._worker
         """True if steps may begin within backward."""
         self._undoable, self._tiers = undoable, tiers
+        self._overwritten = frozenset(filter(program.overwritten, program.stepped))
         self._costs = Costs(program, tiers, machine, per_node, accelerator=self._worker)
         self._host_bandwidth = machine.host_bandwidth / per_node
         self._spare = machine.host_memory_bandwidth / machine.host_bandwidth - 1
@@ -190,7 +191,7 @@ class Issuing:
 
     def _split(self, home: tuple[Held, ...], steps: EarlySteps, last: Priced) -> _Split:
         if not self._undoable:
-            return _Split(steps, last)
+            return _Split(steps, last, measured=self._overwritten)
         sizes = overwritten_bytes(home, last.segment)
         copying = {row.id: self._costs.copying_s(sizes[row.id]) for rows in steps.values() for row in rows}
         return _Split(steps, last, copying)
@@ -235,9 +236,15 @@ def _with_early_steps(timeline: Timeline, split: _Split, step: Sequence[Priced])
 class _Split:
     """The step segment cut in two: steps that begin within the last pass, and the other instructions."""
 
-    def __init__(self, steps: EarlySteps, step: Priced, copying: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self,
+        steps: EarlySteps,
+        step: Priced,
+        copying: Mapping[int, float] | None = None,
+        measured: Container[int] = (),
+    ) -> None:
         """Cut the segment. ``copying``: seconds that copying what a step overwrites takes, by the step's number; None:
-        no step can be undone.
+        no step can be undone. ``measured``: groups whose norms the compute queue knows, without the worker.
         """
         seconds, more = step.work.seconds, copying or {}
         self.early: EarlySeconds = {
@@ -248,7 +255,9 @@ class _Split:
         """The instructions that wait for the step segment."""
         self.rest = replace(step.segment, instrs=tuple(self.kept)).numbered_by_place()
         self.seconds = [seconds[row.id] for row in self.kept]
-        left = any(isinstance(row.op, Step) and row.queue is Queue.CPU for row in self.kept)
+        left = any(
+            isinstance(row.op, Step) and row.queue is Queue.CPU and row.op.group not in measured for row in self.kept
+        )
         self.behind: EarlySeconds | None = None if left or copying is not None else {}
         """Steps that begin early; None: the decision waits for the worker: for norms on the host, or to undo steps."""
 

@@ -266,9 +266,16 @@ class GradientStore:
     # Norms.
 
     def wait_until_measured(self, records: Iterable[ParamState], stepping: bool) -> None:
-        """Wait until the norms of all stored gradients are known; ``stepping``: other groups are still stepped."""
+        """Wait until the norms of all stored gradients are known; ``stepping``: other groups are still stepped.
+
+        The compute queue measures a gradient over its weight within the pass. Others are the worker's thread's.
+        """
         waiting = [record for record in records if record.gradient is not GradientPlace.NONE] if stepping else ()
-        if stepping and not any(record.group.chunks[Kind.P32].home.tier for record in waiting):
+        if stepping and not any(
+            record.group.chunks[Kind.P32].home.tier
+            and (record.norm_part is None or record.gradient is not GradientPlace.IN_WEIGHT_SLOT)
+            for record in waiting
+        ):
             self._residency.transfers.wait_for_streams()
         else:
             self._residency.transfers.wait_for_others(Queue.CPU)
