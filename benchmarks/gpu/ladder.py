@@ -235,11 +235,12 @@ def in_backward() -> None:
     """Step groups within backward: the bits are those of steps behind it."""
     on = of_tests()
     expected = on.train(on.ADAMW, ROOMY, precision="bf16", steps=6)
-    run = on.train_early("in_backward", on.tight(), precision="bf16", steps=6)
-    print(run.early, run.losses)
-    run.norms = expected.norms  # it keeps no gradient to measure them
-    wrong = expected.differs(run)
-    assert not wrong, wrong
+    for on_device in (False, True):
+        run = on.train_early("in_backward", on.tight(), on_device=on_device, precision="bf16", steps=6)
+        print(run.early, run.early_on_device, run.losses)
+        run.norms = expected.norms  # it keeps no gradient to measure them
+        wrong = expected.differs(run)
+        assert not wrong, wrong
 
 
 def undone_steps() -> None:

@@ -6,9 +6,11 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 # Before CUDA begins: the same bits on every stream, and wherever operands lie, by which cuBLASLt chooses what it runs.
@@ -22,7 +24,7 @@ from torch.nn import functional
 import ps_kernels
 from _fake_cuda import FakeRuntime
 from _reference import BACKOFF, CLIP_EPS, INITIAL_SCALE
-from ps_core import AdamW, Budget, DoesNotFit, Options
+from ps_core import AdamW, Budget, DoesNotFit, Options, machine
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.cuda.device import CudaDevice
 from ps_core.engine._devices.cuda.runtime import CudaRuntime, TorchRuntime
@@ -150,6 +152,8 @@ class Run:
     """Groups whose states live on the device when it ends."""
     early: list[int] = field(default_factory=list)
     """Of each step, how many groups were stepped within backward."""
+    early_on_device: int = 0
+    """How many of these the plan steps on the device."""
 
     def differs(self, other: Run) -> list[str]:
         """Everything that is not the same to the bit."""
@@ -222,6 +226,8 @@ def train(
         run.on_device = sum(
             chunk.home.tier == 0 for group in engine.groups for kind, chunk in group.chunks.items() if kind.value == "m"
         )
+        plan = engine.passes.scheduler.planned
+        run.early_on_device = 0 if plan is None else len(plan.plan.stepped_in_backward)
         run.statistics = statistics(made)
         run.values = {name: value.cpu() for name, value in made.state_dict().items()}
         masters = optimizer.state_dict(masters=True)
@@ -235,19 +241,24 @@ LIMITS = [*[LOOSE] * 4, STRICT, *[LOOSE] * 3, STRICT, *[LOOSE] * 3]
 """Of each step: a norm that no gradients have, or that all exceed."""
 
 
-def train_early(step: str, least_bytes: int, at: int = -1, **more: Any) -> Run:
+def train_early(step: str, least_bytes: int, at: int = -1, *, on_device: bool = False, **more: Any) -> Run:
     """Train in the first of several budgets in which groups are stepped within backward, at this step of the run.
 
     With hardly any memory a plan moves one thing at a time, and with much of it the device steps all groups: neither
     has such steps. In between the planner has them where the simulated time is less with them. On built-in GPUs a
     model as small as this waits for its launches, whenever it steps. So plans are for a machine that takes no time for
-    them.
+    them. ``on_device``: the plan must step groups on the device, as it does where the processor is slow.
     """
-    options = Options(group_bytes=32 * 1024, poison=True, step=step, machine="cpu")
-    for halves in (5, 6, 8, 4, 12, 3):
-        run = train(ADAMW, least_bytes * halves // 2, options=options, **more)
-        if run.early[at]:
-            return run
+    rates = machine("cpu")
+    slow = replace(rates, host_bandwidth=rates.host_bandwidth / 50, host_dram_bandwidth=rates.host_bandwidth)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "machine.toml"
+        file.write_text((slow if on_device else rates).to_toml(), "utf-8")
+        options = Options(group_bytes=32 * 1024, poison=True, step=step, machine=str(file))
+        for halves in (5, 6, 8, 4, 12, 3):
+            run = train(ADAMW, least_bytes * halves // 2, options=options, **more)
+            if run.early[at] and (run.early_on_device or not on_device):
+                return run
     raise AssertionError("no plan steps a group within backward")
 
 

@@ -83,10 +83,11 @@ def test_optimizers_of_pytorch_on_either_tier(name: str, precision: str) -> None
     assert not (on.FAKE and roomy.differs(tight))
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_steps_within_backward(precision: str) -> None:
+def test_steps_within_backward(precision: str, on_device: bool) -> None:
     expected = on.train(ADAMW, ROOMY, precision=precision)
-    run = on.train_early("in_backward", on.tight(precision), precision=precision)
+    run = on.train_early("in_backward", on.tight(precision), on_device=on_device, precision=precision)
     run.norms = expected.norms  # it keeps no gradient to measure them
     assert not expected.differs(run)
 
