@@ -79,7 +79,7 @@ def stream_states(monkeypatch: pytest.MonkeyPatch, parts: int = 8) -> list[Plann
     """Step so many sixteenths of the groups below the device on it, within backward; return the plans made so."""
     place = Scorer.placement
 
-    def placement(self: Scorer, resident: int, streamed: int) -> Placement:
+    def placement(self: Scorer, resident: int, streamed: int, early: bool = False) -> Placement:
         placed = place(self, resident, parts)
         below = range(resident, len(placed.states))
         return replace(placed, early=tuple(group for group in below if placed.steps[group] == 0))

@@ -37,7 +37,7 @@ def test_the_same_bits_where_states_go_up_within_backward(
     assert planned[-1].plan.stepped_in_backward
 
 
-@pytest.mark.parametrize(("precision", "budget_kib"), [("bf16", 96), ("bf16", 128), ("fp32", 128), ("fp32", 192)])
+@pytest.mark.parametrize(("precision", "budget_kib"), [("bf16", 112), ("bf16", 128), ("fp32", 128), ("fp32", 192)])
 def test_a_step_takes_what_was_predicted(
     precision: str, budget_kib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

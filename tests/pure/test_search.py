@@ -99,7 +99,7 @@ def test_states_are_streamed_only_while_the_accelerator_waits_and_only_if_that_i
     scorer = Scorer(program, two(1, 1), A100, policy=Policy.BELADY, ranks_per_node=None)
     times = {0: 10.0, 1: 9.9, 2: 8.0, 4: 7.0, 8: 9.0, 16: 12.0, 3: 7.5, 6: 6.5}
 
-    def score(resident, streamed=0):
+    def score(resident, streamed=0, early=False):
         return NoRoom(0, 0, 1) if streamed == 8 else (times[streamed], streamed)
 
     monkeypatch.setattr(scorer, "score", score)
@@ -119,17 +119,24 @@ def test_within_backward_fewer_groups_stay_resident_where_states_need_their_room
     scorer = Scorer(program, two(1, 1), A100, policy=Policy.BELADY, ranks_per_node=None, in_backward=True)
     tried = []
 
-    def score(resident, streamed=0):
-        tried.append((resident, streamed))
-        return NoRoom(0, 0, 1) if streamed and resident > 6 else (10.0 - (streamed == 4) - (resident == 5), streamed)
+    def score(resident, streamed=0, early=False):
+        tried.append((resident, streamed, early))
+        if early and resident > 7:
+            return NoRoom(0, 0, 1)
+        return 10.0 - early * ((streamed == 5) + 2 * (streamed in (4, 5)) + (resident == 6)), streamed
 
     monkeypatch.setattr(scorer, "score", score)
     monkeypatch.setattr(scorer, "_without_cpu_steps", lambda _found: 1.0)
-    scorer.limits = (5, 9)
+    scorer.limits = (6, 9)
     scorer._floor_s = 1.0
-    assert scorer.stream(Found((10.0, 0), 8, 0)) == Found((8.0, 4), 5, 4)
-    assert {resident for resident, _ in tried} == {8, 7, 6, 5}
-    assert len(tried) == 28
+    assert scorer.stream(Found((10.0, 0), 9, 0)) == Found((6.0, 5), 6, 5, True)
+    assert {resident for resident, _, early in tried if not early} == {9}
+    assert {resident for resident, _, early in tried if early} == {9, 7, 6, 5 + 1}
+    assert len(tried) == 17
+    tried.clear()
+    scorer.limits = (9, 9)
+    assert scorer.stream(Found((10.0, 0), 9, 0)) == Found((10.0, 0), 9, 0)
+    assert [row for row in tried if row[2]] == [(9, streamed, True) for _ in "21" for streamed in (2, 4, 8, 16)]
 
 
 @pytest.mark.parametrize("step_in_backward", [False, True])
@@ -163,7 +170,7 @@ def test_a_narrow_range_between_too_few_and_too_many_is_found(monkeypatch):
     program = Program(trace=TINY, layout=lay_out(TINY, group_numel=1))
     scorer = Scorer(program, two(1, 1), A100, policy=Policy.BELADY, ranks_per_node=None)
 
-    def score(resident, _stride=0):
+    def score(resident, _streamed=0, _early=False):
         return NoRoom(1, 0, 1) if resident < 17 else NoRoom(0, 0, 1) if resident > 18 else (float(resident), 0)
 
     monkeypatch.setattr(scorer, "score", score)

@@ -27,8 +27,8 @@ from ps_core._simulate.machine import Machine
 _PARTS = 16
 _STREAMED = (1, 2, 4, 8, 16)
 """Parts of the lower groups, of so many, to step on the compute tier at first."""
-_LESS = (0, 1, 2, 4)
-"""Groups less to keep resident, in turn, so that there is room for states on their way within backward."""
+_LESS = (2, 1)
+"""How many groups less are resident at first, so that there is room for states on their way within backward."""
 _GRID = 4
 """Number of evenly spaced trials of how many groups to keep resident."""
 _MANY_INSTRS = 2_500
@@ -48,6 +48,8 @@ class Found:
     resident: int
     streamed: int
     """Of `_PARTS` parts of the lower groups, how many step on the compute tier."""
+    early: bool = False
+    """True: they do so within backward."""
 
 
 class Scorer:
@@ -74,16 +76,16 @@ class Scorer:
         self._in_backward = self._issuing.within_backward and not undoable
         """True: steps on the compute tier of groups from below are part of the backward pass."""
         self._passes: dict[tuple[int, int, SegmentName], Priced] = {}
-        """Costs of segments, by what decides them."""
-        self._known: dict[tuple[int, int], Score | NoRoom] = {}
+        """Costs of segments; passes by the number of resident groups, and of parts that step within them."""
+        self._known: dict[tuple[int, int, bool], Score | NoRoom] = {}
         self.planned_instrs = 0
         """Number of instructions in all segments planned so far."""
         self._floor_s = float("inf")  # the least step time of any placement: the compute queue's work
 
-    def placement(self, resident: int, streamed: int) -> Placement:
+    def placement(self, resident: int, streamed: int, early: bool = False) -> Placement:
         """Place the first groups resident; of the others, so many parts of `_PARTS` step on the compute tier.
 
-        If the next tier is the disk: the first `halves` are resident.
+        ``early``: within backward. If the next tier is the disk: the first `halves` are resident.
         """
         if self._next_is_disk:
             return above_disk(self.program, resident)
@@ -102,7 +104,7 @@ class Scorer:
             resident=resident,
             lower_bytes=lower,
             streamed=chosen,
-            in_backward=self._in_backward,
+            in_backward=early,
         )
 
     @property
@@ -112,19 +114,23 @@ class Scorer:
     def _bytes(self, group: int) -> int:
         return sum(self.program.bytes_of(Extent(kind, group)) for kind in self.program.home_kinds(group))
 
-    def score(self, resident: int, streamed: int = 0) -> Score | NoRoom:
+    def score(self, resident: int, streamed: int = 0, early: bool = False) -> Score | NoRoom:
         """Return the predicted step time and moved bytes, or which tier is too small."""
-        key = (resident, streamed)
+        key = (resident, streamed, early)
         if key not in self._known:
             try:
-                self._known[key] = self._planned(resident, streamed)
+                self._known[key] = self._planned(*key)
             except NoRoom as refusal:
                 self._known[key] = refusal.with_traceback(None)  # see [Note: what an exception holds]
         return self._known[key]
 
-    def _planned(self, resident: int, streamed: int) -> Score:
-        frame = make_frame(self.program, self.tiers, self.placement(resident, streamed), self._policy)
-        priced = [self._segment(frame, name, resident, streamed) for name in self.program.iteration()]
+    def _priced(self, resident: int, streamed: int, early: bool) -> tuple[Frame, list[Priced]]:
+        frame = make_frame(self.program, self.tiers, self.placement(resident, streamed, early), self._policy)
+        passes = resident, streamed * early
+        return frame, [self._segment(frame, name, passes) for name in self.program.iteration()]
+
+    def _planned(self, resident: int, streamed: int, early: bool) -> Score:
+        frame, priced = self._priced(resident, streamed, early)
         timed = self._issuing.time(frame.home, priced)
         self._floor_s = min(self._floor_s, sum(each.busy_s[Queue.COMPUTE] for each in timed))
         moved = sum(sum(each.work.copied_bytes) + each.work.wire_bytes for each in priced)
@@ -132,17 +138,14 @@ class Scorer:
 
     def _without_cpu_steps(self, found: Found) -> float:
         """Return the step time of a placement if the CPU stepped in no time: stepping elsewhere is not faster."""
-        frame = make_frame(self.program, self.tiers, self.placement(found.resident, found.streamed), self._policy)
-        *passes, step = [
-            self._segment(frame, name, found.resident, found.streamed) for name in self.program.iteration()
-        ]
+        frame, (*passes, step) = self._priced(found.resident, found.streamed, found.early)
         rows = zip(step.segment.instrs, step.work.seconds, strict=True)
         free = [0.0 if instr.queue is Queue.CPU else seconds for instr, seconds in rows]
         step = step._replace(work=step.work._replace(seconds=free))
         return sum(timed.seconds for timed in self._issuing.time(frame.home, [*passes, step]))
 
-    def _segment(self, frame: Frame, name: SegmentName, resident: int, streamed: int) -> Priced:
-        key = resident, streamed if self._in_backward and name is SegmentName.MICRO_LAST else 0, name
+    def _segment(self, frame: Frame, name: SegmentName, passes: tuple[int, int]) -> Priced:
+        key = *passes, name
         if name is SegmentName.STEP or key not in self._passes:
             segment = make_segment(frame, name)
             self.planned_instrs += len(segment.instrs)
@@ -151,7 +154,7 @@ class Scorer:
 
     def refuse(self, found: Found, refusal: NoRoom) -> None:
         """Replace the score of a placement that failed later."""
-        self._known[found.resident, found.streamed] = refusal.with_traceback(None)
+        self._known[found.resident, found.streamed, found.early] = refusal.with_traceback(None)
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -232,11 +235,11 @@ class Scorer:
         score = self.score(resident)
         return isinstance(score, NoRoom) and (score.tier > 0) is below
 
-    def _better(self, best: Found | None, resident: int, streamed: int) -> Found | None:
-        score = self.score(resident, streamed)
+    def _better(self, best: Found | None, resident: int, streamed: int, early: bool = False) -> Found | None:
+        score = self.score(resident, streamed, early)
         if isinstance(score, NoRoom):
             return best
-        found = Found(score, resident, streamed)
+        found = Found(score, resident, streamed, early)
         return found if best is None or beats(found.score, best.score) else best
 
     def stream(self, best: Found) -> Found:
@@ -246,17 +249,24 @@ class Scorer:
         if best.score[0] <= self._without_cpu_steps(best) * _SAME:
             return best
         found = best
-        for less in _LESS if self._in_backward else _LESS[:1]:
-            for streamed in _STREAMED:
-                found = self._better(found, max(best.resident - less, self.limits[0]), streamed) or found
-        for streamed in (found.streamed * 3 // 4, min(found.streamed * 3 // 2, _PARTS)):
-            found = self._better(found, found.resident, streamed) or found
-        if self._in_backward and found.streamed:
-            for more in (-2, -1, 1, 2):
-                found = self._better(found, max(found.resident + more, self.limits[0]), found.streamed) or found
-            for streamed in (found.streamed - 1, min(found.streamed + 1, _PARTS)):
-                found = self._better(found, found.resident, streamed) or found
+        for streamed in _STREAMED:
+            found = self._nearby(found, best.resident, streamed, early=False)
+        for less in _LESS if self._in_backward else ():
+            for streamed in () if found.early else _STREAMED[1:]:
+                found = self._nearby(found, best.resident - less, streamed, early=True)
+        if found.early:
+            for more in (2, -2):
+                found = self._nearby(found, found.resident + more, found.streamed, early=True)
+        for streamed in (found.streamed * 3 // 4, found.streamed * 3 // 2):
+            found = self._nearby(found, found.resident, streamed, early=found.early)
+        if found.early:
+            for more, part in ((-1, 0), (1, 0), (0, -1), (0, 1)):
+                found = self._nearby(found, found.resident + more, found.streamed + part, early=True)
         return found
+
+    def _nearby(self, best: Found, resident: int, streamed: int, *, early: bool) -> Found:
+        """Return the better of two; out of range the nearest placement takes part."""
+        return self._better(best, max(resident, self.limits[0]), min(streamed, _PARTS), early) or best
 
 
 def beats(score: Score, other: Score) -> bool:

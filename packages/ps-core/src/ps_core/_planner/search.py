@@ -154,7 +154,7 @@ class Search:
         while (best := _best(self._scorers, self._setup)) is not None:
             scorer, found = best
             self._check_speed(found.score[0])
-            placement = scorer.placement(found.resident, found.streamed)
+            placement = scorer.placement(found.resident, found.streamed, found.early)
             try:
                 plan = make_plan(make_frame(scorer.program, self._tiers, placement, self._setup.policy))
             except NoRoom as refusal:  # raised by a segment that scoring leaves out
