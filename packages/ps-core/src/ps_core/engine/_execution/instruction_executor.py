@@ -220,6 +220,8 @@ class InstructionExecutor:
             self._counters.evicted()
         if chunk.copies.get(slot.tier) is slot:
             chunk.drop_copy(slot.tier, needed=not dead)
+        if chunk.extent.kind is Kind.ACC and not chunk.has_current_copy and not chunk.home.released:
+            chunk.fill(chunk.home)  # what is in sums without a gradient does not matter, but some slot is current
 
     def _is_dead(self, group: ParamGroup, chunk: Chunk) -> bool:
         """Return True for fp32 sums without a gradient, and for a gathered copy: either may be dropped."""
@@ -292,11 +294,13 @@ class InstructionExecutor:
         self._handlers[Step] = lambda instr, op: self.step_early(instr, stepping)
 
     def step_early(self, instr: Instr, stepping: Stepping) -> None:
-        """Step a group whose gradient is complete; one in a sum that the plan has not is left for the step."""
+        """Step a group whose gradient is complete; one that is not where the plan has it is left for the step."""
         assert isinstance(instr.op, Step), "only steps are made early"
-        records = self._plan.order[instr.op.group].tensors
-        summed = any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in records)
-        if summed and Kind.ACC not in self._plan.step_kinds[instr.op.group]:
+        group = self._plan.order[instr.op.group]
+        elsewhere = {GradientPlace.OWN_TENSOR}  # while the weight is in use, as after ``backward(retain_graph=True)``
+        if group in self._plan.overwritten:
+            elsewhere.add(GradientPlace.IN_ACCUMULATOR)
+        if any(record.gradient in elsewhere for record in group.tensors):
             return
         self._step(instr, instr.op, stepping)
 
