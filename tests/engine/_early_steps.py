@@ -31,10 +31,12 @@ DEVICES: dict[str, Callable[[FakeRuntime], Any]] = {
 }
 
 
-def managed(device: Any, precision: str, size: str | None, step: str = "in_backward") -> tuple[Any, Any]:
+def managed(
+    device: Any, precision: str, size: str | None, step: str = "in_backward", *, checkpointing: bool = True
+) -> tuple[Any, Any]:
     torch.manual_seed(0)
     return chunked(
-        models.Language(tied=True, checkpointing=True),
+        models.Language(tied=True, checkpointing=checkpointing),
         AdamW(lr=0.01),
         device=device,
         precision=precision,
