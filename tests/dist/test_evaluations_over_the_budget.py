@@ -1,4 +1,4 @@
-"""An evaluation takes more memory than the common plan leaves free: on every rank, or on one of them."""
+"""Passes of ranks that take more memory than the common plan leaves free, or than there is without a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from _threads import Together, run
 from ps_core import AdamW, Budget, DoesNotFit, Options
 from ps_core.engine import chunked, release, statistics
 
-STEPS, LOOKS, SAMPLES = 4, 2, 100
+STEPS, LOOKS = 4, 2
 
 
 class Sampling(nn.Module):
@@ -24,9 +24,10 @@ class Sampling(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8))
         self.head = nn.Linear(64, 8)
+        self.order = 1
 
     def forward(self, x: Tensor, samples: int = 1) -> Tensor:
-        for layer in self.layers:
+        for layer in list(self.layers)[:: self.order]:
             x = layer(x)
         return self.head(x.repeat(samples, 1))
 
@@ -42,7 +43,7 @@ def train(model: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
-def evaluated(each: Together, larger: tuple[int, ...]) -> tuple[int, int, int]:
+def evaluated(each: Together, larger: tuple[int, ...], samples: int) -> tuple[int, int, int]:
     """Return how many evaluations raised, how many passes left the plan, and how many later passes followed it."""
     budget, options = Budget(device="200KiB", host="64MiB"), Options(group_bytes="16KiB")
     told: dict[str, Any] = {"device": "emulated", "precision": "fp32", "budget": budget, "options": options}
@@ -52,7 +53,7 @@ def evaluated(each: Together, larger: tuple[int, ...]) -> tuple[int, int, int]:
     for _ in range(LOOKS):
         try:
             with torch.no_grad():
-                model(torch.ones(8, 64), SAMPLES if each.mesh.rank in larger else 1)
+                model(torch.ones(8, 64), samples if each.mesh.rank in larger else 1)
         except DoesNotFit:
             raised += 1
     before = statistics(model)
@@ -62,8 +63,55 @@ def evaluated(each: Together, larger: tuple[int, ...]) -> tuple[int, int, int]:
     return raised, after.divergences, after.planned_passes - before.planned_passes
 
 
+@pytest.mark.parametrize("samples", [80, 100], ids=["a little more", "more"])
 @pytest.mark.parametrize("larger", [(0, 1), (1,)], ids=["every rank", "one rank"])
-def test_it_raises_where_it_does_not_fit_and_training_goes_on_by_the_plan(larger: tuple[int, ...]) -> None:
-    for rank, found in enumerate(run(2, partial(evaluated, larger=larger))[0]):
+def test_it_raises_where_it_does_not_fit_and_training_goes_on_by_the_plan(
+    larger: tuple[int, ...], samples: int
+) -> None:
+    for rank, found in enumerate(run(2, partial(evaluated, larger=larger, samples=samples))[0]):
         raised = LOOKS if rank in larger else 0
         assert found == (raised, raised, STEPS)
+
+
+DEVICES = {"emulated": Budget(device="200KiB", host="64MiB"), "cpu": Budget(host="900KiB")}
+
+
+def first_pass(
+    each: Together, device: str, precision: str, *, samples: int, training: bool, order: int
+) -> tuple[bool, bool]:
+    """Return whether a first pass raised, and whether more memory was in use than the budget has."""
+    told: dict[str, Any] = {"device": device, "precision": precision, "options": Options(group_bytes="16KiB")}
+    made = deepcopy(MADE)
+    made.order = order
+    model, optimizer = chunked(made, AdamW(), collectives=each, budget=DEVICES[device], **told)
+    raised = False
+    try:
+        with torch.set_grad_enabled(training):
+            loss = model(torch.ones(8, 64), samples).float().square().mean()
+        if training:
+            loss.backward()
+            optimizer.step()
+    except DoesNotFit:
+        raised = True
+    tier = statistics(model).tiers["host" if device == "cpu" else "device"]
+    release(model)
+    return raised, tier.peak_bytes > tier.budget_bytes
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["sums in turn", "sums in another order"])
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pass_without_a_plan_raises_if_it_went_over_the_budget(
+    device: str, precision: str, training: bool, order: int
+) -> None:
+    """From some number of samples on it does not fit, on any rank. Up to there it keeps to the budget."""
+    raised = []
+    for samples in range(1, 202, 10):
+        case = partial(first_pass, samples=samples, training=training, order=order)
+        mine, yours = run(2, partial(case, device=device, precision=precision))[0]
+        assert mine == yours
+        assert mine[0] or not mine[1], f"{samples} samples"
+        raised.append(mine[0])
+    assert raised == sorted(raised)
+    assert set(raised) == {False, True}

@@ -102,7 +102,7 @@ class TierStore:
     def reserve(self, tier: int, size: int, offset: int = -1) -> Slot:
         """Reserve a slot; on the compute tier at an address, or at the lowest with room. `DoesNotFit` without room."""
         if tier or not self.arena.exists:
-            if self._free_now(tier) < size:
+            if self._free_now(tier) < size + (0 if tier else self.ledger.nonmodel_bytes):
                 self._free_unused(tier)
             if self.free_bytes(tier) < size:
                 raise self._too_small(tier, size)

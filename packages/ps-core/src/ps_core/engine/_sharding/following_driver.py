@@ -4,9 +4,10 @@
 A rank may do other than the plan, as with a larger batch, other experts, or memory still in use. The other ranks
 neither hear of it nor wait for an agreement. The rank submits the plan's collectives in the plan's order. It submits
 each one as soon as it needs a later one, or has the gradients that it gives. It drops what it gathers and does not
-need. It *asks for* weights that no collective brings in time. Every rank answers from its masters, on a thread that
-waits for nothing. Masters do not change while any rank is in a pass. A gradient for which the plan has no sum stays
-until the step. All ranks sum what is left over then, before norms are taken.
+need: how much else a moment takes is not known. It *asks for* weights that no collective brings in time. Every rank
+answers from its masters, on a thread that waits for nothing. Masters do not change while any rank is in a pass. A
+gradient for which the plan has no sum stays until the step. All ranks sum what is left over then, before norms are
+taken.
 
 So nobody waits for ever. A rank in a collective waits for a rank that is less far in the plan. The one that is least
 far waits for nothing but answers.
@@ -14,8 +15,8 @@ far waits for nothing but answers.
 [Note: passes without a plan]
 A pass that no plan serves has left the plan at its beginning. Its only collectives are one sum for each group with a
 parameter that requires gradients. They go from the last group to the first, as most backward passes do. All weights are
-asked for. A group's gradients wait for the sums before it, in host memory if the compute tier is short. Passes without
-gradients have no collective at all.
+asked for. A group's gradients wait for the sums before it, in host memory if there is room. Passes without gradients
+have no collective at all.
 
 [Note: weights that one rank reads]
 A program may read weights outside of the model, as `print(weight)` does, and on one rank alone. Such a pass has no
@@ -73,16 +74,16 @@ class FollowingDriver:
         self._store = queue.residency.store
         self._fetched = {group: None for group in queue.residency.groups if 0 in group.weight_chunk.copies}
         """Groups with a gathered copy, least recently used first."""
-        self._needed: set[ParamGroup] = set()
+        self.needed = set[ParamGroup]()
         """Groups that the moment reads."""
+        self._gaining: list[ParamGroup] = []
+        """Groups that receive gradients in the moment."""
 
     def begin(self, reads: list[ParamState], gains: list[ParamGroup], name: str) -> None:
-        """Gather the groups that the moment reads."""
+        """Gather the groups that the moment reads, and keep nothing else that can go: what it takes is not known."""
         groups = list(dict.fromkeys(record.group for record in reads))
-        self._needed = set(groups)
-        while self._is_half_full() and (self._drop_one() or self._move_staged_to_host(final=True)):
-            pass
-        self._residency.release_unaliased()
+        self.needed, self._gaining = set(groups), gains
+        self._free_unneeded()
         for group in groups:
             if group.weight_chunk.newest(0) is None:
                 self._fetch(group)
@@ -91,6 +92,14 @@ class FollowingDriver:
             slot = group.weight_chunk.newest(0)
             assert slot is not None, "it was gathered"
             self._store.device.declare_access(Queue.COMPUTE, name, (slot.memory,), ())
+        self._free_unneeded()  # what collectives before these gathers brought
+
+    def _free_unneeded(self) -> None:
+        """Free what the moment does not use of the compute tier."""
+        while self._drop_one() or self._move_staged_to_host(into_free=True):
+            pass
+        self._residency.release_unaliased()
+        self._store.free_spare()
 
     def _fetch(self, group: ParamGroup) -> None:
         """Gather a group as the plan does, if its gather can be reached; else ask the other ranks for it."""
@@ -166,6 +175,7 @@ class FollowingDriver:
             self._gradients.mark_given(record)
         while self._collectives and self._may_run():
             self._run_next()
+        self._free_unneeded()
         return True
 
     def _may_run(self) -> bool:
@@ -209,15 +219,16 @@ class FollowingDriver:
         self._staged.pop(group, None)
         return slot, records
 
-    def _move_staged_to_host(self, *, final: bool = False) -> bool:
+    def _move_staged_to_host(self, *, into_free: bool = False) -> bool:
         """Move the gradients of one group to host memory; return False if none are left on the compute tier.
 
-        ``final``: only groups to which no gradient comes any more, and only into memory that is free.
+        ``into_free``: only into memory that is free, and not where further gradients come in this moment.
         """
         if len(self._store.tiers) == 1:
             return False
         for group, (slot, records) in self._staged.items():
-            if not slot.tier and (not final or (self._is_final(group) and self._store.free_bytes(1) >= slot.bytes)):
+            gains = group in self._gaining and not self._is_final(group)
+            if not slot.tier and not (into_free and (gains or self._store.free_bytes(1) < slot.bytes)):
                 below = self._store.reserve(1, slot.bytes)
                 self._move(slot, below)
                 self._staged[group] = below, records
@@ -249,7 +260,7 @@ class FollowingDriver:
 
         Raise `DeviceOutOfMemory` or `DoesNotFit` if memory is short for one; call this again once there is more.
         """
-        self._needed.clear()
+        self.needed.clear()
         try:
             while self._collectives:
                 self._run_next()
@@ -288,17 +299,12 @@ class FollowingDriver:
             total = max(total, store.tiers[0].capacity_bytes + size)
             raise compute_tier_too_small(store, self._residency.groups, name, total, nonmodel, proven=not scattered)
 
-    def _is_half_full(self) -> bool:
-        """Return True if groups that the moment does not read should go: more non-model bytes may come in it."""
-        ledger = self._store.ledger
-        return ledger.used_bytes[0] + ledger.nonmodel_bytes > self._store.tiers[0].capacity_bytes // 2
-
     def _drop_one(self) -> bool:
         """Drop the least recently used group that the moment does not read; return False if there is none.
 
         A group with live aliases stays: its memory would not get free, and the recording would not have it as held.
         """
-        group = next((group for group in self._fetched if group not in self._needed and not group.aliased), None)
+        group = next((group for group in self._fetched if group not in self.needed and not group.aliased), None)
         if group is not None:
             self._drop(group)
         return group is not None

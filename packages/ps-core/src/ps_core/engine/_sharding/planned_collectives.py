@@ -123,6 +123,8 @@ class RanksExecutor(InstructionExecutor):
                 self._staged[use.group] = self._slots[use.slot], []
             if use.gains and use.group in self._staged:  # now, so that the sum waits for this moment only
                 self._queue.fill_padding(use.group, self._slots[use.slot].flat(use.group.dtype, use.group.chunk_numel))
+        if self._store.ledger.used_bytes[0] + moment.nonmodel_bytes > self._store.tiers[0].capacity_bytes:
+            self._store.free_spare()
 
     def _use_for_gradients(self, group: ParamGroup, chunk: Chunk, slot: Slot) -> None:
         """Do nothing: a slot for gradients of a gathered group is told apart by `SlotUse.gains`."""

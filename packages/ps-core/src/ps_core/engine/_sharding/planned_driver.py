@@ -38,6 +38,8 @@ class RanksPlanDriver(PlanDriver):
         self._plan = plan
         self._touched: set[int] = set()
         """Groups that this rank used in forward."""
+        self._reading = set[int]()
+        """Groups that the present moment reads, by index."""
         super().__init__(plan, segment, residency, gradients, counters, tracked=tracked)
         self._collectives = {instr.id: instr for instr in self._segment.by_queue[Queue.COLL]}
         """Instructions of the collective queue, by id."""
@@ -78,6 +80,7 @@ class RanksPlanDriver(PlanDriver):
             if not self._may_skip(moment):
                 break
         super().begin(reads, gains, name)
+        self._reading = groups
 
     def _pass_over(self, name: str) -> None:
         """Go through another rank's moment: slots are taken and given back, and nothing is computed."""
@@ -108,4 +111,6 @@ class RanksPlanDriver(PlanDriver):
         self._device.synchronize()
         if self._counters.recorder is not None:
             self._counters.recorder.leave_plan()
-        return self._executor.hand_over()
+        driver = self._executor.hand_over()
+        driver.needed.update(self._residency.groups[index] for index in self._reading)
+        return driver
