@@ -239,3 +239,19 @@ def test_numbers_that_always_differ_within_inputs_follow_the_plan() -> None:
         for number in range(6):
             train(model, optimizer, 1, {"rows": rows(), "how": [1], "texts": [str(number)], "index": number})
         assert statistics(model).planned_passes == before + 6
+
+
+@pytest.mark.parametrize(("training", "samples"), [(True, 20), (False, 40)], ids=["training", "evaluation"])
+def test_a_pass_that_no_plan_can_serve_keeps_no_weights_in_the_memory_that_another_number_needs(
+    training: bool, samples: int
+) -> None:
+    with trained() as (model, _):
+        kept = model.layers[7][0].weight.detach()
+        with torch.set_grad_enabled(training):
+            out = model(rows(), samples)
+        if training:
+            out.square().mean().backward()
+        told = statistics(model)
+        assert kept.shape == (WIDTH, WIDTH)
+    assert told.last_divergence == "memory of layers.7.0.weight has live aliases"
+    assert told.tiers["device"].peak_bytes <= told.tiers["device"].budget_bytes

@@ -218,6 +218,7 @@ class PlanScheduler:
         """Choose the plan's driver where the plan serves the pass, else the on-demand driver."""
         engine, plan = self._engine, self._in_force.plan
         if backward and not engine.resident:
+            engine.demand.expect(None)
             return engine.demand
         if engine.speculation is not None:
             engine.speculation.undo()
@@ -244,8 +245,6 @@ class PlanScheduler:
             demand.expect(None)
             self._free_for_unplanned(training)
             return self._uncapped()
-        if demand.highest_nonmodel_bytes != plan.nonmodel_bytes:
-            demand.expect(plan.nonmodel_bytes)
         if demand.fetched:
             demand.finish()  # copies that had live aliases when the last pass ended
         if training and self._passes_of_step and not engine.holds_gradients():
@@ -261,6 +260,8 @@ class PlanScheduler:
                     why = too_many_passes(self._passes_of_step + 1, self._setup.accumulate) or why
                 self._left.note_refused(why)
             engine.counters.diverged(why)
+            known = not self._in_force.estimated and not self._has_new_values(training)
+            demand.expect(plan.nonmodel_bytes if known else None)
             self._free_for_unplanned(training)
             return self._uncapped()
         if self._caps:  # not by an estimate, which misses what a device's libraries take for themselves
