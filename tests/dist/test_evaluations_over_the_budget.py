@@ -115,3 +115,28 @@ def test_a_pass_without_a_plan_raises_if_it_went_over_the_budget(
         raised.append(mine[0])
     assert raised == sorted(raised)
     assert set(raised) == {False, True}
+
+
+def later_call(each: Together) -> list[bool]:
+    """Return which passes raised after training by a plan, of which the second call gets a larger number."""
+    budget, options = Budget(device="320KiB", host="64MiB"), Options(group_bytes="16KiB")
+    told: dict[str, Any] = {"device": "emulated", "precision": "fp32", "budget": budget, "options": options}
+    model, optimizer = chunked(deepcopy(MADE), AdamW(), collectives=each, **told)
+    raised = []
+    for samples in [1] * 6 + [160] * 4:
+        try:
+            losses = [model(torch.ones(8, 64), number).square().mean() for number in (1, samples)]
+            sum(losses).backward()
+            optimizer.step()
+            raised.append(False)
+        except DoesNotFit:
+            raised.append(True)
+        losses = []
+        optimizer.zero_grad()
+    assert statistics(model).planned_passes > 2, "there was a plan"
+    release(model)
+    return raised
+
+
+def test_a_larger_number_in_a_later_call_is_measured_from_the_next_pass_on() -> None:
+    assert run(2, later_call)[0] == [[False] * 7 + [True] * 3] * 2

@@ -55,6 +55,10 @@ class OtherBatches:
 
         By the arguments besides tensors, of passes with gradients (True) and without.
         """
+        self._calls_measured: dict[tuple[tuple[Any, ...], ...], BatchShape] = {}
+        """Of those the batches of training passes of several calls, by the arguments of all calls."""
+        self.known_calls: BatchShape | None = None
+        """The last batch that `calls_are_new` returned False for."""
         self.last_known: dict[bool, BatchShape | None] = {True: None, False: None}
         """The last batch that `values_are_new` returned False for, of passes with gradients and without."""
         self._values_left = {True: _MOST_VALUES, False: _MOST_VALUES}
@@ -87,8 +91,11 @@ class OtherBatches:
         self.evaluations, self.too_large, self.in_a_row = (), (), 0
         self._measured, self._values_left = {}, {True: _MOST_VALUES, False: _MOST_VALUES}
         self.last_known = {True: None, False: None}
+        self._calls_measured, self.known_calls = {}, None
         if batch is not None:
             self._measured[training, batch.values] = replace(batch, later=(), others=())
+            if batch.later:
+                self._calls_measured[_values_of_calls(batch)] = replace(batch, others=())
 
     def values_are_new(self, batch: BatchShape, *, training: bool) -> bool:
         """Return True if no pass by the plan with these arguments besides tensors was measured, and not too many were.
@@ -101,13 +108,23 @@ class OtherBatches:
         self.last_known[training] = batch
         return False
 
+    def calls_are_new(self, batch: BatchShape) -> bool:
+        """Return True as `values_are_new` does, for all calls of a training pass with several."""
+        measured = self._calls_measured.get(_values_of_calls(batch))
+        if self._values_left[True] and (measured is None or not measured.covers(batch)):
+            return True
+        self.known_calls = batch
+        return False
+
     def note_measured(self, batch: BatchShape, *, training: bool) -> None:
         """Note that a pass was measured to its end, and fits."""
-        key = training, batch.values
-        measured = self._measured.get(key)
-        if self._values_left[training] and (measured is None or not measured.covers(batch)):
-            self._values_left[training] -= 1
-            self._measured[key] = batch if measured is None else measured.beside(batch)
+        new_values = self.values_are_new(first := replace(batch, later=()), training=training)
+        new_calls = bool(batch.later) and training and self.calls_are_new(batch)
+        self._values_left[training] -= new_values or new_calls
+        if new_values:
+            _add(self._measured, (training, batch.values), first)
+        if new_calls:
+            _add(self._calls_measured, _values_of_calls(batch), batch)
 
     def note_too_large(self, batch: BatchShape) -> None:
         """Note that an evaluation left the plan, because it took more than the plan leaves free."""
@@ -205,3 +222,13 @@ class OtherBatches:
 def _with_room(mine: MomentRecord, yours: MomentRecord) -> MomentRecord:
     """Return a moment with as many non-model bytes as the larger of two."""
     return replace(mine, nonmodel_bytes=max(mine.nonmodel_bytes, yours.nonmodel_bytes))
+
+
+def _values_of_calls(batch: BatchShape) -> tuple[tuple[Any, ...], ...]:
+    """Return the arguments besides tensors of all calls of a pass."""
+    return batch.values, *(each.values for each in batch.later)
+
+
+def _add(measured: dict[Any, BatchShape], key: Any, batch: BatchShape) -> None:
+    """Add a batch to those that were measured with the same arguments besides tensors."""
+    measured[key] = measured[key].beside(batch) if key in measured else batch

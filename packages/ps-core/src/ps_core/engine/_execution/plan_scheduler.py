@@ -77,6 +77,8 @@ class PlanScheduler:
         """True if the first pass was tried with fake tensors."""
         self._measured: BatchShape | None = None
         """On one tier: the batches whose non-model bytes are known; None: there are none yet."""
+        self._unmeasured: BatchShape | None = None
+        """The last pass of several calls, if none like it is known to be measured; else None."""
         self._replayed = {True: 0, False: 0}
         """Number of passes that began by a plan, with gradients and without."""
 
@@ -148,7 +150,17 @@ class PlanScheduler:
         """Note a further call in an open pass; the plan is left if it has no room for this call."""
         if self._served is None or len(self._served.later) >= MOST_CALLS:
             return
-        self._served = replace(self._served, later=(*self._served.later, batch))
+        served = self._served = replace(self._served, later=(*self._served.later, batch))
+        place, known = len(served.later), self._others.known_calls
+        like = None if known is None or place > len(known.later) else known.later[place - 1]
+        if (
+            self._unmeasured is not None
+            or known is None
+            or like is None
+            or (served.values, served.shapes) != (known.values, known.shapes)
+            or (batch.values, batch.shapes) != (like.values, like.shapes)
+        ):
+            self._unmeasured = served
         if self._measured is not None and not self._measured.covers(self._served):
             self._measured = None
         planned = self._in_force.batch
@@ -225,7 +237,8 @@ class PlanScheduler:
         self._served, self._part, self._batch = self._batch, self._batch, None
         if engine.resident:
             known = self._measured is not None and self._measured.covers(self._served)
-            new = self._served is not self._others.last_known[training] and self._has_new_values(training)
+            other = self._served is not self._others.last_known[training] or self._unmeasured is not None
+            new = other and self._has_new_values(training)
             return ResidentDriver(tracked=new or not known)
         if self._served is None and training and self._setup.training:
             self._served = self._part = called_part()
@@ -295,13 +308,22 @@ class PlanScheduler:
         return self._engine.demand
 
     def _has_new_values(self, training: bool) -> bool:
-        """Return True if the call that begins a pass has arguments besides tensors that were not measured."""
+        """Return True if the call that begins a pass has arguments besides tensors that were not measured.
+
+        Also return True, once, if any call of the training pass before had such: this one may be like it.
+        """
+        calls = None
+        if training:
+            calls, self._unmeasured = self._unmeasured, None
+        if calls is not None and self._others.calls_are_new(calls):
+            return True
         return self._served is not None and self._others.values_are_new(self._served, training=training)
 
     def _is_watched(self, training: bool) -> bool:
         """Return True if the non-model bytes of a planned pass are counted."""
         self._replayed[training] += 1
-        new = self._served is not self._others.last_known[training] and self._has_new_values(training)
+        other = self._served is not self._others.last_known[training] or self._unmeasured is not None
+        new = other and self._has_new_values(training)
         return new or self._in_force.estimated or self._replayed[training] % _WATCHED_EVERY == 0
 
     def _free_for_unplanned(self, training: bool) -> None:
@@ -354,6 +376,7 @@ class PlanScheduler:
         by_plan = passes.tracked and passes.driver.follows_plan
         if by_plan and not passes.broke_off and passes.budget.has_kept(recording):
             self._others.note_measured(batch, training=recording.training)
+            self._unmeasured = None
 
     def _observe_batch(self, recording: PassRecording, batch: BatchShape, *, measured: bool) -> None:
         """Keep a recorded pass that began with a call; ``measured``: its non-model bytes are known to the end."""
