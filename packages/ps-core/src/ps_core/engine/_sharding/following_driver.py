@@ -222,13 +222,14 @@ class FollowingDriver:
     def _move_staged_to_host(self, *, into_free: bool = False) -> bool:
         """Move the gradients of one group to host memory; return False if none are left on the compute tier.
 
-        ``into_free``: only into memory that is free, and not where further gradients come in this moment.
+        ``into_free``: only into memory that is free, and not if further gradients come in this moment. To a disk only
+        complete ones go then, for none can be added there.
         """
         if len(self._store.tiers) == 1:
             return False
         for group, (slot, records) in self._staged.items():
-            gains = group in self._gaining and not self._is_final(group)
-            if not slot.tier and not (into_free and (gains or self._store.free_bytes(1) < slot.bytes)):
+            waits = not self._is_final(group) and (group in self._gaining or self._store.is_disk(1))
+            if not slot.tier and not (into_free and (waits or self._store.free_bytes(1) < slot.bytes)):
                 below = self._store.reserve(1, slot.bytes)
                 self._move(slot, below)
                 self._staged[group] = below, records
