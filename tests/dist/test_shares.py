@@ -90,8 +90,8 @@ def test_shards_are_above_the_disk_while_there_is_room(two: Crew, tmp_path: Path
     for rows in two.run(cases.rises, str(tmp_path)):
         (_, first), *same, (_, larger), (ups, reads) = rows
         assert first > 0, "the first pass is on demand"
-        assert same == [(20, 0)] * 4, "everything fits, and nothing is read any more"
-        assert larger > reads > 0 < ups < 20, "a larger batch needs some of the room, first on demand, then by plan"
+        assert same == [(15, 0)] * 4, "everything fits, and nothing is read any more"
+        assert larger > reads > 0 < ups < 15, "a larger batch needs some of the room, first on demand, then by plan"
 
 
 @pytest.mark.parametrize("device", ["cpu", "checked"])
