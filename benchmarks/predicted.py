@@ -178,9 +178,9 @@ MIDDLE = """
 
 One group size and one placement of optimizer states for each model: those found for Belady's rule. Bytes are those
 one process moves in one step; *wire* is what it sends to the others. Policies with the same figures share a row. A
-policy that is missing finds no room in that placement; where only `belady` is there, memory is so tight that there is
-nothing to choose. LRU often does as well as
-Belady's rule: backward is nearly the forward pass in reverse, so the least recently used group is the one needed last.
+policy that is missing finds no room in that placement, or memory is so tight that there is nothing to choose. LRU often
+does as well as Belady's rule: backward is nearly the forward pass in reverse, so the least recently used group is the
+one needed last.
 They differ with accumulation, tied weights and unequal moments.
 """
 

@@ -84,7 +84,7 @@ def stream_states(monkeypatch: pytest.MonkeyPatch, parts: int = 8) -> list[Plann
     def placement(self: Scorer, resident: int, streamed: int, early: bool = False) -> Placement:
         placed = place(self, resident, parts)
         below = range(resident, len(placed.states))
-        return replace(placed, early=tuple(group for group in below if placed.steps[group] == 0))
+        return replace(placed, stepped_in_backward=tuple(group for group in below if placed.steps[group] == 0))
 
     monkeypatch.setattr(Scorer, "placement", placement)
     return keep_plans(monkeypatch)

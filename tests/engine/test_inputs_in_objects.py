@@ -6,6 +6,7 @@ import weakref
 from collections import UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, IntEnum
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import BatchEncoding
 from _runs import let_go
 from ps_core import AdamW, Budget, DoesNotFit
 from ps_core.engine import chunked, statistics
-from ps_core.engine._tracing.input_tensors import tensors_of
+from ps_core.engine._tracing.input_tensors import comparable, tensors_of
 
 BUDGET = 140 * 2**10
 SMALL, LARGE = 8, 48
@@ -158,3 +159,12 @@ def test_cycles_and_huge_graphs_of_objects_end() -> None:
         longer = Node()
         longer.next, chain = chain, longer
     assert tensors_of(chain) == []
+
+
+def test_members_of_enumerations_differ_by_class_and_by_value() -> None:
+    """Of whole numbers, -1 and -2 have the same hash; members have that of their names."""
+    whole, other = IntEnum("whole", {"FEW": -1, "MANY": -2}), IntEnum("other", {"FEW": -1})
+    named, same = Enum("named", {"FEW": 1}), Enum("same", {"FEW": 1})
+    values = [whole.FEW, whole.MANY, other.FEW, named.FEW, same.FEW, -1, -2]
+    assert len({comparable(value) for value in values}) == len(values)
+    assert comparable(whole.FEW) == comparable(whole(-1))

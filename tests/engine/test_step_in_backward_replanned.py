@@ -67,7 +67,7 @@ def test_another_plan_may_follow_between_backward_and_the_step(
     place, made = Scorer.placement, keep_plans(monkeypatch)
 
     def placement(self: Scorer, resident: int, streamed: int, early: bool = False) -> Placement:
-        return place(self, resident if made else 0, parts[bool(made)], early=True)
+        return place(self, resident if made else 0, parts[bool(made)], within=True)
 
     monkeypatch.setattr(Scorer, "placement", placement)
     right, _ = trained("cpu", "fp32", None, "after_backward")

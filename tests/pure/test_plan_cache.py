@@ -83,8 +83,8 @@ def test_a_plan_for_tight_memory_is_made_anew(tmp_path, searches, monkeypatch):
         lambda data: json.dumps({**data, "weights": data["weights"][1:]}),
         lambda data: json.dumps({**data, "states": [7] * len(data["states"])}),
         lambda data: json.dumps({**data, "steps": "0"}),
-        lambda data: json.dumps({**data, "early": [len(data["steps"])]}),
-        lambda data: json.dumps({**data, "early": None}),
+        lambda data: json.dumps({**data, "stepped_in_backward": [len(data["steps"])]}),
+        lambda data: json.dumps({**data, "stepped_in_backward": None}),
         lambda data: "\udcff",
     ],
 )
@@ -101,7 +101,7 @@ def test_another_placement_that_works_is_planned_and_verified(tmp_path, searches
     find(tmp_path)
     path = next(tmp_path.iterdir())
     rows = len(LAYOUT.groups)
-    lower = {"weights": [1] * rows, "states": [1] * rows, "steps": [1] * rows, "early": []}
+    lower = {"weights": [1] * rows, "states": [1] * rows, "steps": [1] * rows, "stepped_in_backward": []}
     path.write_text(json.dumps({"format": plan_cache.FORMAT, "tight": False, **lower}))
     found = find(tmp_path)
     assert (set(found.placement.states), len(searches)) == ({1}, 1)
@@ -113,7 +113,7 @@ def test_a_placement_without_room_costs_a_search(tmp_path, searches):
     first = find(tmp_path, tiers)
     path = next(tmp_path.iterdir())
     rows = len(LAYOUT.groups)
-    everything = {"weights": [0] * rows, "states": [0] * rows, "steps": [0] * rows, "early": []}
+    everything = {"weights": [0] * rows, "states": [0] * rows, "steps": [0] * rows, "stepped_in_backward": []}
     path.write_text(json.dumps({"format": plan_cache.FORMAT, "tight": False, **everything}))
     assert find(tmp_path, tiers) == first
     assert len(searches) == 2

@@ -53,7 +53,7 @@ def test_every_plan_is_sound_or_refused(case, policy, data):
     else:
         verify(program, plan)
         assert [segment.name for segment in plan.segments] == list(program.segments)
-        assert plan.stepped_in_backward == set(placement.early)
+        assert plan.stepped_in_backward == set(placement.stepped_in_backward)
 
 
 def uses_by_moment(program):

@@ -305,7 +305,11 @@ class Program:
 
     @property
     def may_step_in_backward(self) -> bool:
-        """Return True if a group may be stepped before all gradients are known: nothing is added or agreed upon."""
+        """Return True if a group may be stepped before all gradients are known.
+
+        That takes one process, one micro-batch a step and no loss scale. Clipping, which a program does not know, is
+        refused elsewhere.
+        """
         alone = self.ranks * self.copies == 1 and self.accumulate == 1
         return self.training and alone and self.precision is not Precision.FP16
 

@@ -1,10 +1,10 @@
 """Walk through each segment and decide which extents are copied where, in which order.
 
 [Note: steps within backward, by the plan]
-Where nothing decides on a step but its own gradient, a group may be stepped within backward. The processor's steps
-begin there by themselves (`_simulate.steps_in_backward`). Steps on the compute tier are part of the pass. Once a
-group's gradient is complete, its optimizer states are fetched, and a few moments later it is stepped. These copies run
-beside the computing between. If there is no room for other extents, it is stepped sooner.
+Where a step depends on its group's own gradient alone, the group may be stepped within backward. Steps of the processor
+stay in the step segment, and the engine begins them earlier (`_simulate.steps_in_backward`). Steps on the compute tier
+are planned here, in the pass. Once a group's gradient is complete, its optimizer states are fetched. It is stepped
+after one more moment, which hides these copies. If there is no room for other extents, it is stepped sooner.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ps_core._planner.updates import Updates
 from ps_core._program import Program, Visit
 
 _MOMENTS_LATER = 2
-"""A group whose states come up within backward is stepped before the moment so many later, to not delay one."""
+"""A group whose gradient is complete after moment n is stepped before moment n + 2: n + 1 hides its copies."""
 
 
 def make_plan(frame: Frame, only: Iterable[SegmentName] | None = None) -> Plan:
@@ -68,14 +68,14 @@ class _Moments(Walker):
         super().__init__(frame, name, _next_uses(frame.program, name))
         self._seq = 0
         self._norms: list[tuple[int, int]] = []
-        self._waiting: deque[tuple[int, int]] = deque()
-        """Groups whose steps are prepared, each with the moment before which it is stepped."""
+        self._steps_to_make: deque[tuple[int, int]] = deque()
+        """Moments before which groups are stepped, each with the group; their states are fetched already."""
 
     def walk(self) -> Segment:
         visits = self.program.segment_visits(self.segment)
         ahead: list[tuple[Extent, int]] = []
         for place, visit in enumerate(visits):
-            while self._waiting and self._waiting[0][0] <= visit.index:
+            while self._steps_to_make and self._steps_to_make[0][0] <= visit.index:
                 self._step_next()
             self._begin(visit)
             pins = self._run(visit)
@@ -87,7 +87,7 @@ class _Moments(Walker):
                 self._leave(visit)
             for pin in pins:
                 self.unpin(pin)
-        while self._waiting:
+        while self._steps_to_make:
             self._step_next()
         if self.segment is SegmentName.MICRO_LAST:
             self._measure()
@@ -265,16 +265,16 @@ class _Moments(Walker):
         return self.early if self.segment is SegmentName.MICRO_LAST else frozenset()
 
     def _prepare_step(self, group: int) -> None:
-        """Bring what a group's step needs to the compute tier; it is stepped some moments later."""
+        """Bring what a group's step needs to the compute tier; it is stepped after one more moment."""
         extents = [Extent(kind, group) for kind in self.program.home_kinds(group)]
         for extent in sorted(extents, key=lambda extent: 0 not in self.holding(extent)):  # or others would evict it
             self.at(extent, 0)
             self.pin((extent, 0))
-        self._waiting.append((self.now + _MOMENTS_LATER, group))
+        self._steps_to_make.append((self.now + _MOMENTS_LATER, group))
 
     def _step_next(self) -> None:
         """Step the group that waits longest; what is left of it on the compute tier may be evicted."""
-        _, group = self._waiting.popleft()
+        _, group = self._steps_to_make.popleft()
         self.step(group)
         for kind in self.program.home_kinds(group):
             extent = Extent(kind, group)
@@ -283,7 +283,7 @@ class _Moments(Walker):
                 self.abandon(extent, 0)
 
     def free_room(self, tier: int) -> bool:
-        if tier or not self._waiting:
+        if tier or not self._steps_to_make:
             return False
         self._step_next()
         return True

@@ -18,7 +18,7 @@ class Placement:
     steps: tuple[int, ...]
     weight: Kind = Kind.P16
     """The kind that ``weights`` places. Other fp32 weights are placed with the optimizer's extents."""
-    early: tuple[int, ...] = ()
+    stepped_in_backward: tuple[int, ...] = ()
     """Groups with states below the compute tier that step on it, while backward goes on."""
 
     def home_tier(self, kind: Kind, group: int) -> int:
@@ -77,12 +77,14 @@ def filled(
     steps = [-1] * len(groups)
     for group in program.stepped:
         steps[group] = 0 if group in streamed else work_tier(tiers, states[group])
-    early = [group for group in program.stepped if in_backward and steps[group] == 0 < states[group]]
+    candidates = [group for group in program.stepped if in_backward and steps[group] == 0 < states[group]]
     return Placement(
         weights=tuple(weights),
         states=tuple(states),
         steps=tuple(steps),
-        early=tuple(group for group in early if program.last_reads[group] <= program.gradient_visits[group][-1]),
+        stepped_in_backward=tuple(
+            group for group in candidates if program.last_reads[group] <= program.gradient_visits[group][-1]
+        ),
     )
 
 

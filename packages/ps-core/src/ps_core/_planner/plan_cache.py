@@ -1,8 +1,8 @@
 """Keep what a search chose in a folder, so that later runs need not search again.
 
-The folder keeps the choice, not the plan: the tier of each group's home and of its step. The plan is made from that
-choice and verified as any other. So a file from an older version or with wrong contents costs a search, never a wrong
-plan.
+The folder keeps the choice, not the plan: the tier of each group's home and of its step, and which are within backward.
+The plan is made from that choice and verified as any other. So a file from an older version or with wrong
+contents costs a search, never a wrong plan.
 """
 
 from __future__ import annotations
@@ -49,9 +49,13 @@ def _choice(text: str, groups: int, tiers: int) -> Placement | None:
         return None
     weights, states = (_tiers(data.get(name), groups, range(tiers)) for name in ("weights", "states"))
     steps = _tiers(data.get("steps"), groups, range(-1, tiers))
-    early = _numbers(data.get("early"), range(groups))
+    within = _numbers(data.get("stepped_in_backward"), range(groups))
     return Placement(
-        weights=weights, states=states, steps=steps, weight=Kind(data.get("weight", Kind.P16)), early=early
+        weights=weights,
+        states=states,
+        steps=steps,
+        weight=Kind(data.get("weight", Kind.P16)),
+        stepped_in_backward=within,
     )
 
 

@@ -24,11 +24,10 @@ from ps_core._program import Program
 from ps_core._simulate.engine_timing import Issuing, Priced
 from ps_core._simulate.machine import Machine
 
-_PARTS = 16
-_STREAMED = (1, 2, 4, 8, 16)
-"""Parts of the lower groups, of so many, to step on the compute tier at first."""
+_SIXTEENTHS = (1, 2, 4, 8, 16)
+"""How many sixteenths of the groups that are not resident to step on the compute tier, at first."""
 _LESS = (2, 1)
-"""How many groups less are resident at first, so that there is room for states on their way within backward."""
+"""So many fewer groups stay resident, so that states have room within backward; the larger number is tried first."""
 _GRID = 4
 """Number of evenly spaced trials of how many groups to keep resident."""
 _MANY_INSTRS = 2_500
@@ -46,9 +45,9 @@ class Found:
 
     score: Score
     resident: int
-    streamed: int
-    """Of `_PARTS` parts of the lower groups, how many step on the compute tier."""
-    early: bool = False
+    sixteenths: int
+    """How many sixteenths of the other groups step on the compute tier."""
+    within: bool = False
     """True: they do so within backward."""
 
 
@@ -66,32 +65,32 @@ class Scorer:
         in_backward: bool = False,
         undoable: bool = False,
     ) -> None:
-        """``in_backward``: the processor steps while backward goes on, ``undoable``: in a way that can be undone; see
+        """``in_backward``: groups may be stepped while backward goes on, ``undoable``: in a way that can be undone; see
         `_simulate.steps_in_backward`.
         """
         self.program = program
         self.tiers = tiers
         self._policy = policy
         self._issuing = Issuing(program, tiers, machine, ranks_per_node, in_backward=in_backward, undoable=undoable)
-        self._in_backward = self._issuing.within_backward and not undoable
+        self._may_step_on_device = self._issuing.within_backward and not undoable
         """True: steps on the compute tier of groups from below are part of the backward pass."""
         self._passes: dict[tuple[int, int, SegmentName], Priced] = {}
-        """Costs of segments; passes by the number of resident groups, and of parts that step within them."""
+        """Costs of segments; passes by the number of resident groups, and of groups that step within them."""
         self._known: dict[tuple[int, int, bool], Score | NoRoom] = {}
         self.planned_instrs = 0
         """Number of instructions in all segments planned so far."""
         self._floor_s = float("inf")  # the least step time of any placement: the compute queue's work
 
-    def placement(self, resident: int, streamed: int, early: bool = False) -> Placement:
-        """Place the first groups resident; of the others, so many parts of `_PARTS` step on the compute tier.
+    def placement(self, resident: int, sixteenths: int, within: bool = False) -> Placement:
+        """Place the first groups resident; so many sixteenths of the others step on the compute tier.
 
-        ``early``: within backward. If the next tier is the disk: the first `halves` are resident.
+        ``within``: within backward. If the next tier is the disk: the first `halves` are resident.
         """
         if self._next_is_disk:
             return above_disk(self.program, resident)
         groups = len(self.program.layout.groups)
         below = groups - resident
-        count = -(-below * streamed // _PARTS)
+        count = self._stepped_above(resident, sixteenths)
         chosen = frozenset(resident + below * place // count for place in range(count))
         lower = None
         if len(self.tiers) == 3:
@@ -104,8 +103,12 @@ class Scorer:
             resident=resident,
             lower_bytes=lower,
             streamed=chosen,
-            in_backward=early,
+            in_backward=within,
         )
+
+    def _stepped_above(self, resident: int, sixteenths: int) -> int:
+        """Return how many groups that are not resident step on the compute tier."""
+        return -(-(len(self.program.layout.groups) - resident) * sixteenths // 16)
 
     @property
     def _next_is_disk(self) -> bool:
@@ -114,23 +117,23 @@ class Scorer:
     def _bytes(self, group: int) -> int:
         return sum(self.program.bytes_of(Extent(kind, group)) for kind in self.program.home_kinds(group))
 
-    def score(self, resident: int, streamed: int = 0, early: bool = False) -> Score | NoRoom:
+    def score(self, resident: int, sixteenths: int = 0, within: bool = False) -> Score | NoRoom:
         """Return the predicted step time and moved bytes, or which tier is too small."""
-        key = (resident, streamed, early)
+        key = (resident, self._stepped_above(resident, sixteenths), within)
         if key not in self._known:
             try:
-                self._known[key] = self._planned(*key)
+                self._known[key] = self._planned(resident, sixteenths, within)
             except NoRoom as refusal:
                 self._known[key] = refusal.with_traceback(None)  # see [Note: what an exception holds]
         return self._known[key]
 
-    def _priced(self, resident: int, streamed: int, early: bool) -> tuple[Frame, list[Priced]]:
-        frame = make_frame(self.program, self.tiers, self.placement(resident, streamed, early), self._policy)
-        passes = resident, streamed * early
+    def _priced(self, resident: int, sixteenths: int, within: bool) -> tuple[Frame, list[Priced]]:
+        frame = make_frame(self.program, self.tiers, self.placement(resident, sixteenths, within), self._policy)
+        passes = resident, self._stepped_above(resident, sixteenths) * within
         return frame, [self._segment(frame, name, passes) for name in self.program.iteration()]
 
-    def _planned(self, resident: int, streamed: int, early: bool) -> Score:
-        frame, priced = self._priced(resident, streamed, early)
+    def _planned(self, resident: int, sixteenths: int, within: bool) -> Score:
+        frame, priced = self._priced(resident, sixteenths, within)
         timed = self._issuing.time(frame.home, priced)
         self._floor_s = min(self._floor_s, sum(each.busy_s[Queue.COMPUTE] for each in timed))
         moved = sum(sum(each.work.copied_bytes) + each.work.wire_bytes for each in priced)
@@ -138,7 +141,7 @@ class Scorer:
 
     def _without_cpu_steps(self, found: Found) -> float:
         """Return the step time of a placement if the CPU stepped in no time: stepping elsewhere is not faster."""
-        frame, (*passes, step) = self._priced(found.resident, found.streamed, found.early)
+        frame, (*passes, step) = self._priced(found.resident, found.sixteenths, found.within)
         rows = zip(step.segment.instrs, step.work.seconds, strict=True)
         free = [0.0 if instr.queue is Queue.CPU else seconds for instr, seconds in rows]
         step = step._replace(work=step.work._replace(seconds=free))
@@ -154,7 +157,8 @@ class Scorer:
 
     def refuse(self, found: Found, refusal: NoRoom) -> None:
         """Replace the score of a placement that failed later."""
-        self._known[found.resident, found.streamed, found.early] = refusal.with_traceback(None)
+        count = self._stepped_above(found.resident, found.sixteenths)
+        self._known[found.resident, count, found.within] = refusal.with_traceback(None)
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -235,11 +239,11 @@ class Scorer:
         score = self.score(resident)
         return isinstance(score, NoRoom) and (score.tier > 0) is below
 
-    def _better(self, best: Found | None, resident: int, streamed: int, early: bool = False) -> Found | None:
-        score = self.score(resident, streamed, early)
+    def _better(self, best: Found | None, resident: int, sixteenths: int, within: bool = False) -> Found | None:
+        score = self.score(resident, sixteenths, within)
         if isinstance(score, NoRoom):
             return best
-        found = Found(score, resident, streamed, early)
+        found = Found(score, resident, sixteenths, within)
         return found if best is None or beats(found.score, best.score) else best
 
     def stream(self, best: Found) -> Found:
@@ -249,24 +253,26 @@ class Scorer:
         if best.score[0] <= self._without_cpu_steps(best) * _SAME:
             return best
         found = best
-        for streamed in _STREAMED:
-            found = self._nearby(found, best.resident, streamed, early=False)
-        for less in _LESS if self._in_backward else ():
-            for streamed in () if found.early else _STREAMED[1:]:
-                found = self._nearby(found, best.resident - less, streamed, early=True)
-        if found.early:
+        for sixteenths in _SIXTEENTHS:
+            found = self._nearby(found, best.resident, sixteenths, within=False)
+        for less in _LESS if self._may_step_on_device else ():
+            if found.within:
+                break
+            for sixteenths in _SIXTEENTHS[1:]:
+                found = self._nearby(found, best.resident - less, sixteenths, within=True)
+        if found.within:
             for more in (2, -2):
-                found = self._nearby(found, found.resident + more, found.streamed, early=True)
-        for streamed in (found.streamed * 3 // 4, found.streamed * 3 // 2):
-            found = self._nearby(found, found.resident, streamed, early=found.early)
-        if found.early:
+                found = self._nearby(found, found.resident + more, found.sixteenths, within=True)
+        for sixteenths in (found.sixteenths * 3 // 4, found.sixteenths * 3 // 2):
+            found = self._nearby(found, found.resident, sixteenths, within=found.within)
+        if found.within:
             for more, part in ((-1, 0), (1, 0), (0, -1), (0, 1)):
-                found = self._nearby(found, found.resident + more, found.streamed + part, early=True)
+                found = self._nearby(found, found.resident + more, found.sixteenths + part, within=True)
         return found
 
-    def _nearby(self, best: Found, resident: int, streamed: int, *, early: bool) -> Found:
-        """Return the better of two; out of range the nearest placement takes part."""
-        return self._better(best, max(resident, self.limits[0]), min(streamed, _PARTS), early) or best
+    def _nearby(self, best: Found, resident: int, sixteenths: int, *, within: bool) -> Found:
+        """Return the better of ``best`` and this placement, whose numbers are first brought into range."""
+        return self._better(best, max(resident, self.limits[0]), min(max(sixteenths, int(within)), 16), within) or best
 
 
 def beats(score: Score, other: Score) -> bool:

@@ -154,7 +154,7 @@ class Search:
         while (best := _best(self._scorers, self._setup)) is not None:
             scorer, found = best
             self._check_speed(found.score[0])
-            placement = scorer.placement(found.resident, found.streamed, found.early)
+            placement = scorer.placement(found.resident, found.sixteenths, found.within)
             try:
                 plan = make_plan(make_frame(scorer.program, self._tiers, placement, self._setup.policy))
             except NoRoom as refusal:  # raised by a segment that scoring leaves out
@@ -216,7 +216,7 @@ def plan_with(
 def passes_alone_s(planned: Planned, machine: Machine, *, setup: Setup) -> float:
     """Return the seconds that the forward and backward passes of a training step take if no optimizer step is made."""
     program, plan = planned.program, planned.plan
-    issuing = _issuing(program, plan.tiers, machine, replace(setup, step_in_backward=False, speculative=False))
+    issuing = _issuing(program, plan.tiers, machine, setup)
     passes = [priced for priced in _priced(issuing, program, plan) if priced.segment.name is not SegmentName.STEP]
     return sum(timed.seconds for timed in issuing.time(plan.home, passes))
 

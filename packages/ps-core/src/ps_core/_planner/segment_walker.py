@@ -49,7 +49,7 @@ class Walker:
         self.segment = segment
         self.out = Emitter()
         self.now = -1
-        self.early = frozenset(frame.placement.early)
+        self.early = frozenset(frame.placement.stepped_in_backward)
         self.versions = dict(self.program.entry(segment, self.early))
         self.ranker: Ranker[Extent] = Ranker(
             frame.policy, uses, frozenset(Extent(self.program.weight_of(group), group) for group in frame.kept)

@@ -244,7 +244,8 @@ class _Split:
         measured: Container[int] = (),
     ) -> None:
         """Cut the segment. ``copying``: seconds that copying what a step overwrites takes, by the step's number; None:
-        no step can be undone. ``measured``: groups whose norms the compute queue knows, without the worker.
+        no step can be undone. ``measured``: groups whose gradients the compute queue
+        measured, so that the decision need not wait for the worker.
         """
         seconds, more = step.work.seconds, copying or {}
         self.early: EarlySeconds = {

@@ -82,10 +82,10 @@ class EnginePlan:
     @cached_property
     def in_backward(self) -> bool:
         """Return True if groups are stepped while backward goes on."""
-        return bool(self.planned.early or self.early)
+        return bool(self.planned.early or self.stepped_in_backward)
 
     @cached_property
-    def early(self) -> set[ParamGroup]:
+    def stepped_in_backward(self) -> set[ParamGroup]:
         """Return the groups that the plan itself steps within backward."""
         return {self.order[index] for index in self.plan.stepped_in_backward}
 
@@ -149,7 +149,7 @@ class EnginePlan:
     @cached_property
     def stepped(self) -> set[ParamGroup]:
         """Return the groups that the plan's step segment steps."""
-        return {self.order[index] for index in self.program.stepped} - self.early
+        return {self.order[index] for index in self.program.stepped} - self.stepped_in_backward
 
     @cached_property
     def learning(self) -> dict[ParamGroup, list[ParamState]]:

@@ -289,8 +289,8 @@ class InstructionExecutor:
         launch = None if self._store.synchronous else partial(self._launch, instr.queue, (slot,))
         self._gradients.measure_all(rows, flat, launch)
 
-    def step_within_backward(self, stepping: Stepping) -> None:
-        """Carry out the steps of this segment, a backward pass, by ``stepping``."""
+    def use_stepping(self, stepping: Stepping) -> None:
+        """Use ``stepping`` for the steps that this pass contains."""
         self._handlers[Step] = lambda instr, op: self.step_early(instr, stepping)
 
     def step_early(self, instr: Instr, stepping: Stepping) -> None:

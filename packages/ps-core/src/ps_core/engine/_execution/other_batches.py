@@ -24,7 +24,7 @@ _JOINS = 3
 _MOST_EVALUATIONS = 8
 """Evaluations of so many shapes are remembered."""
 _MOST_VALUES = 64
-"""So many passes of a plan, with gradients and without, are measured because their numbers or texts are new."""
+"""So many training passes, and as many evaluations, of a plan are measured because their numbers or texts are new."""
 
 
 class OtherBatches:

@@ -50,12 +50,12 @@ class PassBudget:
             self.late = _of_the_pass_before(self._error_for(moment, needed))
         return planned
 
-    def has_kept(self, recording: PassRecording) -> bool:
+    def stayed_within(self, recording: PassRecording) -> bool:
         """Return True if no moment of a measured pass took more than the budget, or than its plan left free."""
         return all(moment is not self._exceeding for moment in recording.moments)
 
-    def check_alone(self, moment: MomentRecord, driver: PassDriver) -> None:
-        """Raise `DoesNotFit` if a moment for which the plan was left takes too much without a plan, too."""
+    def check_without_plan(self, moment: MomentRecord, driver: PassDriver) -> None:
+        """Raise `DoesNotFit` if a moment that made the pass leave its plan takes too much without a plan, too."""
         ledger = self._store.ledger
         nonmodel_bytes = self._nonmodel.measured(moment)
         over = ledger.used_bytes[0] + nonmodel_bytes - self._store.tiers[0].capacity_bytes

@@ -336,7 +336,7 @@ class PassTracker:
                 self.recording.overrun = True
                 self.diverge(Diverged(f"{moment.name} takes more than was planned"), needs_more=True)
                 if excess is Excess.RAISE and not self.recording.training:
-                    self.budget.check_alone(moment, self.driver)
+                    self.budget.check_without_plan(moment, self.driver)
         if self.observer is not None and self.recording is not None:
             self.observer(moment, len(self.recording.moments) == 1)
         return held_after(moment, self._groups, self._record_of) if self.nonmodel.counting else []

@@ -68,8 +68,8 @@ class PlanDriver:
         """The event behind each instruction."""
         self._stepping = stepping
         self._early = {} if stepping is None else self._segment.early
-        if plan.early and stepping is not None:
-            self._executor.step_within_backward(stepping)
+        if plan.stepped_in_backward and stepping is not None:
+            self._executor.use_stepping(stepping)
         self._worker = None if self._store.synchronous else self._device.worker
         if not self._store.synchronous:
             residency.transfers.begin_segment()

@@ -361,7 +361,9 @@ class PlanScheduler:
         self._note_measured(recording, batch)
         if not self._engine.resident:
             self._observe_batch(recording, batch, measured=passes.tracked and not passes.broke_off)
-        elif passes.tracked and passes.budget.has_kept(recording) and recording.training is self._setup.training:
+        elif not passes.tracked or passes.broke_off or not passes.budget.stayed_within(recording):
+            return
+        elif recording.training is self._setup.training:
             both = batch if self._measured is None else self._measured.beside(batch)
             whole = not trains or self._passes_of_step >= self._setup.accumulate
             self._measured = both if whole else None
@@ -374,7 +376,7 @@ class PlanScheduler:
                 self._others.note_too_large(batch)
             return
         by_plan = passes.tracked and passes.driver.follows_plan
-        if by_plan and not passes.broke_off and passes.budget.has_kept(recording):
+        if by_plan and not passes.broke_off and passes.budget.stayed_within(recording):
             self._others.note_measured(batch, training=recording.training)
             self._unmeasured = None
 

@@ -268,7 +268,8 @@ class GradientStore:
     def wait_until_measured(self, records: Iterable[ParamState], stepping: bool) -> None:
         """Wait until the norms of all stored gradients are known; ``stepping``: other groups are still stepped.
 
-        The compute queue measures a gradient over its weight within the pass. Others are the worker's thread's.
+        Gradients that lie in their weight's slot were measured on the compute queue within the pass. Those on the host
+        are measured by the worker's thread.
         """
         waiting = [record for record in records if record.gradient is not GradientPlace.NONE] if stepping else ()
         if stepping and not any(

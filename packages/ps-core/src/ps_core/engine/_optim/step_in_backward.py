@@ -1,8 +1,8 @@
 """Step groups during backward, where no decision needs all gradients: ``Options(step="in_backward")``.
 
-A plan says behind which of its instructions a group's gradient is complete; see `_simulate.steps_in_backward`. The
-driver of the pass then steps the group, with the settings that the optimizer has at that moment. ``optimizer.step()``
-steps what is left: groups that live on the accelerator, and everything of a pass that runs without a plan.
+A plan has steps on the device in its last pass. It also says behind which of its instructions the processor's steps may
+begin; see `_simulate.steps_in_backward`. The driver of the pass then steps the group, with the settings that the
+optimizer has at that moment. ``optimizer.step()`` steps what is left, and everything of a pass without a plan.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class StepInBackward:
         """Raise if a step is to be skipped after a part of it was made."""
         if self.groups:
             raise FloatingPointError(
-                "a gradient is not finite; groups on the host were stepped within backward, so no step can be "
+                "a gradient is not finite, and some groups were stepped within backward already, so no step can be "
                 "skipped: load a checkpoint, and train with Options(step='after_backward') to skip such steps"
             )
 

@@ -44,8 +44,10 @@ def comparable(value: Any) -> Any:
     kind = type(value)
     if kind in VALUES:
         return value
+    if isinstance(value, int):
+        return kind, int.__index__(value)  # -1 and -2 have the same hash
     base: Any = next(each for each in VALUES if issubclass(kind, each))
-    return base, base.__hash__(value)
+    return kind, base.__hash__(value)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
