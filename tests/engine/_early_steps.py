@@ -64,6 +64,17 @@ def trained(device: Any, precision: str, size: str | None, step: str) -> tuple[l
     return logs, found
 
 
+def check_bits(device: str, precision: str, size: str) -> Any:
+    """Compare a training by plans with one behind backward, where everything fits; return its statistics."""
+    right, _ = trained("cpu", precision, None, "after_backward")
+    runtime = FakeRuntime(1)
+    with runtime:
+        got, found = trained(DEVICES[device](runtime), precision, size, "in_backward")
+    assert all(map(torch.equal, right, got))
+    assert (found.divergences, found.planned_passes) == (0, 5)
+    return found
+
+
 def keep_plans(monkeypatch: pytest.MonkeyPatch) -> list[Planned]:
     """Return a list of the plans that are made from now on."""
     planned: list[Planned] = []

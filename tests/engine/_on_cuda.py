@@ -153,7 +153,7 @@ class Run:
     early: list[int] = field(default_factory=list)
     """Of each step, how many groups were stepped within backward."""
     early_on_device: int = 0
-    """How many of these the plan steps on the device."""
+    """Number of groups that the plan steps on the device within backward."""
 
     def differs(self, other: Run) -> list[str]:
         """Everything that is not the same to the bit."""

@@ -1,4 +1,4 @@
-"""What the engine's own SGD reserves for states."""
+"""Check that SGD reserves one optimizer state a parameter, in the plan and in the engine."""
 
 from __future__ import annotations
 

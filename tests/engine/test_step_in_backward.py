@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import _models as models
 from _cases import next_token, rows, square, tokens
-from _early_steps import DEVICES, SIZES, managed, stream_states, trained
+from _early_steps import DEVICES, SIZES, check_bits, managed, stream_states
 from _fake_cuda import FakeRuntime
 from _runs import HOST, let_go
 from ps_core import AdamW, Budget, InvalidInput, Options
@@ -30,7 +30,7 @@ from test_virtual_clock import NEAR, check_profile, train
 
 @pytest.fixture(params=["by the processor", "also on the device"])
 def stepping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Where groups are stepped within backward."""
+    """Run a test twice: the processor alone steps groups within backward, or the device steps some, too."""
     planned = stream_states(monkeypatch) if request.param == "also on the device" else []
     yield
     assert all(each.plan.stepped_in_backward for each in planned)
@@ -39,13 +39,7 @@ def stepping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("precision", "size"), [(p, size) for p, sizes in SIZES.items() for size in sizes])
 def test_the_same_bits(precision: str, size: str, device: str) -> None:
-    right, _ = trained("cpu", precision, None, "after_backward")
-    runtime = FakeRuntime(1)
-    with runtime:
-        got, found = trained(DEVICES[device](runtime), precision, size, "in_backward")
-    assert all(map(torch.equal, right, got))
-    assert (found.divergences, found.planned_passes) == (0, 5)
-    assert found.steps == 6
+    assert check_bits(device, precision, size).steps == 6
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -62,12 +56,7 @@ def test_the_same_bits_where_the_processor_comes_back_to_older_gradients(
         return {max(every): tuple(row for behind in sorted(every, reverse=True) for row in every[behind])}
 
     monkeypatch.setattr(Issuing, "early_steps", latest)
-    right, _ = trained("cpu", precision, None, "after_backward")
-    runtime = FakeRuntime(1)
-    with runtime:
-        got, found = trained(DEVICES[device](runtime), precision, SIZES[precision][0], "in_backward")
-    assert all(map(torch.equal, right, got))
-    assert (found.divergences, found.planned_passes) == (0, 5)
+    check_bits(device, precision, SIZES[precision][0])
 
 
 def test_gradients_of_inputs_step_nothing() -> None:

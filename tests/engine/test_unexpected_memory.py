@@ -67,7 +67,7 @@ def fits(budget: str, *calls: dict[str, Any], **where: Any) -> bool:
 
 @pytest.mark.parametrize("budget", ["72KiB", "128KiB", "200KiB"])
 def test_a_pass_with_another_number_is_measured(budget: str) -> None:
-    """It raises `DoesNotFit` as a first pass does; without measuring it would exceed the budget in silence."""
+    """Such a pass raises `DoesNotFit`, as a first pass does. Unmeasured it would exceed the budget without an error."""
     assert fits(budget, *[{}] * 6)
     assert not fits(budget, {"samples": 60})
     assert not fits(budget, *[{}] * PLAIN_STEPS, {"samples": 60})

@@ -26,7 +26,7 @@ UNSERVED = "an evaluation that takes more than the plan leaves free"
 
 
 class Amount(Enum):
-    """How many samples."""
+    """A number of samples, as a member of an enumeration."""
 
     FEW = "few"
     MANY = "many"
@@ -89,7 +89,7 @@ def trained(budget: str = "160KiB", device: str = "emulated") -> Iterator[tuple[
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_with_another_number_is_measured(mode: Callable[[], AbstractContextManager[Any]]) -> None:
-    """It leaves the plan, and the next one does not begin by it; training still follows the plan."""
+    """Such an evaluation leaves the plan, and the next one runs on demand. Training still follows the plan."""
     with trained() as (model, optimizer):
         planned = statistics(model).planned_passes
         told = []
@@ -138,7 +138,7 @@ def test_evaluations_raise_by_a_plan_if_they_raise_without_one(samples: int) -> 
 
 @pytest.mark.parametrize("graded", [False, True], ids=["without gradients", "with gradients"])
 def test_the_mode_of_the_model_is_part_of_a_call(graded: bool) -> None:
-    """What ``eval()`` switches on may need memory, with the same arguments."""
+    """After ``eval()`` a model may need more memory for the same arguments."""
     with trained() as (model, optimizer):
         model.samples_in_evaluation = FITS_NEVER
         model.eval()
@@ -161,7 +161,7 @@ def test_a_first_evaluation_like_the_training_is_measured_too() -> None:
 
 
 def test_a_larger_evaluation_with_another_number_keeps_no_weights_in_the_memory_that_it_needs() -> None:
-    """What one took with another number does not tell how much memory may serve as a cache."""
+    """The peak of an evaluation with another number does not bound how much the cache may keep."""
     with trained("480KiB") as (model, _):
         with torch.no_grad():
             for samples in (2, 2, 160):

@@ -65,7 +65,7 @@ class PeerConnection:
         self.broken = ""
         """Why nothing comes any more; empty while the connection stands."""
         self.files: deque[int] = deque()
-        """Descriptors of received files that nobody took yet. Code that takes one must close it."""
+        """Descriptors of received files, until some code takes one out. That code must close it."""
         unix_socket.setblocking(False)
 
     def fileno(self) -> int:

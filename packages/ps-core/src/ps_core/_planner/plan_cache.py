@@ -1,7 +1,7 @@
 """Keep what a search chose in a folder, so that later runs need not search again.
 
-The folder keeps the choice, not the plan: the tier of each group's home and of its step, and which are within backward.
-The plan is made from that choice and verified as any other. So a file from an older version or with wrong
+The folder keeps the choice, not the plan: the tier of each group's home and of its step, and which steps are within
+backward. The plan is made from that choice and verified as any other. So a file from an older version or with wrong
 contents costs a search, never a wrong plan.
 """
 

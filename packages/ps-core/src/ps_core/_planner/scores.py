@@ -25,7 +25,7 @@ from ps_core._simulate.engine_timing import Issuing, Priced
 from ps_core._simulate.machine import Machine
 
 _SIXTEENTHS = (1, 2, 4, 8, 16)
-"""How many sixteenths of the groups that are not resident to step on the compute tier, at first."""
+"""Parts of the groups that are not resident, in sixteenths: so many are tried as groups to step on the compute tier."""
 _LESS = (2, 1)
 """So many fewer groups stay resident, so that states have room within backward; the larger number is tried first."""
 _GRID = 4
@@ -46,7 +46,7 @@ class Found:
     score: Score
     resident: int
     sixteenths: int
-    """How many sixteenths of the other groups step on the compute tier."""
+    """The part of the groups that are not resident, in sixteenths, that steps on the compute tier."""
     within: bool = False
     """True: they do so within backward."""
 

@@ -31,7 +31,7 @@ class BatchShape:
     part: str = ""
     """The class of the part of the model that was called; empty: the model itself was."""
     values: tuple[Any, ...] = field(default=(), compare=False)
-    """What the call has besides tensors: numbers, flags, texts; and whether the model is in training mode."""
+    """The call's arguments besides tensors (numbers, flags, texts), and whether the model is in training mode."""
 
     @property
     def dimensions(self) -> tuple[str | int, ...]:

@@ -61,7 +61,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def tensors_and_numbers(value: Any) -> tuple[list[torch.Tensor], list[Any]]:
-    """Return the tensors as `tensors_of` does, and the first numbers, flags and enumeration members beside them.
+    """Return the tensors that `tensors_of` returns, and the first 1,000 numbers, flags and members of enumerations.
 
     Texts there are left out: in a batch most are data, and differ in each.
     """
