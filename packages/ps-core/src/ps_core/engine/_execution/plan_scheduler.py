@@ -252,8 +252,8 @@ class PlanScheduler:
             self._homes.make_room_to_read()
             return self._uncapped()
         planned = self._in_force.batch
-        unlike = self._served != planned or (not training and self._others.too_large)
-        if unlike and (why := self._others.why_unserved(self._served, planned, training=training)):
+        may_be_unserved = self._served != planned or (not training and self._others.too_large)
+        if may_be_unserved and (why := self._others.why_unserved(self._served, planned, training=training)):
             engine.counters.diverged(why)
             demand.expect(None)
             self._free_for_unplanned(training)
