@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -124,15 +124,13 @@ def held_in(model: Any, where: str, work: Callable[[], Any]) -> Iterator[None]:
         done.result()
 
 
-_MAKING = threading.Lock()
 DEVICES = ["cpu", "emulated", "played CUDA"]
 
 
 @contextmanager
 def held_model(device: str) -> Iterator[tuple[Any, Any]]:
-    with _MAKING:
-        torch.manual_seed(4)
-        model = Held()
+    torch.manual_seed(4)
+    model = Held()
     with FakeRuntime(2) if device == "played CUDA" else nullcontext() as runtime:
         played: Any = CudaDevice(runtime) if runtime else device
         budget = Budget(host=HOST) if device == "cpu" else Budget(device="1MiB", host=HOST)
@@ -141,16 +139,21 @@ def held_model(device: str) -> Iterator[tuple[Any, Any]]:
 
 
 def train(device: str, intrude: Callable[[Any, Any, int], None]) -> list[Tensor]:
-    """Four steps, and what they came to."""
+    """Make a model and train it."""
     with held_model(device) as (model, optimizer):
-        logs = []
-        for index in range(4):
-            intrude(model, optimizer, index)
-            loss = square(model, *rows(index))
-            loss.backward()
-            finish(optimizer)
-            logs.append(loss.detach())
-        return logs + [each.clone() for each in model.state_dict().values()]
+        return four_steps(model, optimizer, intrude)
+
+
+def four_steps(model: Any, optimizer: Any, intrude: Callable[[Any, Any, int], None] = lambda *_: None) -> list[Tensor]:
+    """Return the losses of four steps, and the weights after them."""
+    logs = []
+    for index in range(4):
+        intrude(model, optimizer, index)
+        loss = square(model, *rows(index))
+        loss.backward()
+        finish(optimizer)
+        logs.append(loss.detach())
+    return logs + [each.clone() for each in model.state_dict().values()]
 
 
 INTRUDERS: dict[str, Callable[[Any, Any, Tensor], Any]] = {
@@ -202,12 +205,11 @@ def test_a_second_thread_in_one_pass_is_refused_by_name(intruder: str, where: st
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_models_may_train_on_two_threads(device: str) -> None:
-    def steps() -> list[Tensor]:
-        return train(device, lambda *_: None)
-
-    expected = steps()
-    with ThreadPoolExecutor(2) as pool:
-        for got in [pool.submit(steps) for _ in range(2)]:
+    """Both are made before, since PyTorch's random state is the whole process's: a first pass restores it."""
+    expected = train(device, lambda *_: None)
+    with ExitStack() as made, ThreadPoolExecutor(2) as pool:
+        pairs = [made.enter_context(held_model(device)) for _ in range(2)]
+        for got in [pool.submit(four_steps, *pair) for pair in pairs]:
             assert all(torch.equal(one, other) for one, other in zip(got.result(), expected, strict=True))
 
 

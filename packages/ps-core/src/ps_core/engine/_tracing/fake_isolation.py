@@ -8,9 +8,10 @@ cache is emptied. Python objects that the code reaches outside of the copy are r
 that was stored elsewhere is removed there (`fake_leftovers`); the next pass would compute with it. Effects outside of
 Python's objects happen once more.
 
-Much of this state belongs to the whole process. So one fake pass runs at a time, until its fake tensors are removed:
-another one would find them in caches. Two threads could also leave their modes in the order in which they entered. Then
-PyTorch's flag for "a dispatch mode is on" would stay set, and nothing would be compiled any more.
+Much of this state belongs to the whole process. So random numbers that another thread draws during the pass come again
+after it. And one fake pass runs at a time, until its fake tensors are removed: another one would find them in caches.
+Two threads could also leave their modes in the order in which they entered. Then PyTorch's flag for "a dispatch mode is
+on" would stay set, and nothing would be compiled any more.
 """
 
 from __future__ import annotations
