@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,9 @@ def test_what_the_device_lacks_is_suggested_with_its_reserve() -> None:
 
 def levers(said: tuple[str, ...]) -> dict[str, float]:
     """Changes that advice suggests, with the tokens/s that it promises."""
-    rows = (re.fullmatch(r"(--[^:]*): ([\d,]+) tokens/s, [\d.]+ times as many \(predicted\)", line) for line in said)
+    rows = (
+        re.fullmatch(r"(--[^:]*): ([\d,]+) tokens/s, [\d.]+ times as many \(predicted(?:;.*)?\)", line) for line in said
+    )
     return {row[1]: float(row[2].replace(",", "")) for row in rows if row}
 
 
@@ -81,11 +84,15 @@ def levers(said: tuple[str, ...]) -> dict[str, float]:
         (training(device=GIB), "--no-checkpointing"),
         (training(device=24 * MIB, batch=1), "--batch 2"),
         (training(batch=8, precision=Precision.FP32, machine=AT_ONCE), "--accumulate 4"),
+        (training(device=28 * MIB, batch=12, machine=AT_ONCE), "--step-in-backward"),
+        (training(device=28 * MIB, batch=12, precision=Precision.FP16, machine=AT_ONCE), "--step-speculative"),
     ],
 )
 def test_advice_is_simulated_and_holds_when_followed(asked: Training, best: str) -> None:
     found = forecast(MODEL, asked)
-    said = levers(advice(MODEL, found))
+    lines = advice(MODEL, found)
+    assert all(("excludes clipping" in line) is line.startswith("--step-in-backward") for line in lines)
+    said = levers(lines)
     assert 1 <= len(said) <= 3
     assert best in said
     assert list(said.values()) == sorted(said.values(), reverse=True)
@@ -103,7 +110,7 @@ def test_advice_repeats_no_note() -> None:
 def test_a_trace_is_as_it_was_recorded() -> None:
     trace = trace_of(MODEL, training(), offload=False)
     found = forecast(trace, training(host=512 * MIB, machine=AT_ONCE))
-    assert [label for label, _ in advising._levers(trace, found)] == ["--accumulate 4"]
+    assert [label for label, _ in advising._levers(trace, found)] == ["--accumulate 4", "--step-in-backward"]
 
 
 def test_what_steps_within_backward_rule_out_is_not_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +121,21 @@ def test_what_steps_within_backward_rule_out_is_not_suggested(monkeypatch: pytes
     assert "--accumulate 4" not in dict(advising._levers(MODEL, forecast(MODEL, replace(asked, step_in_backward=True))))
     small = replace(CASES["too little of everything"], step_in_backward=True)
     assert list(advising._clusters(MODEL, small)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ["--step-in-backward"]),
+        ({"precision": Precision.FP16}, ["--step-speculative"]),
+        ({"step_in_backward": True}, []),
+        ({"accumulate": 2}, []),
+        ({"gpus": 2}, []),
+    ],
+)
+def test_steps_within_backward_are_suggested_where_they_are_possible(changes: dict[str, Any], said: list[str]) -> None:
+    found = dict(advising._levers(MODEL, forecast(MODEL, training(**changes))))
+    assert [label for label in found if label.startswith("--step")] == said
 
 
 def test_checkpoints_may_leave_if_they_were_told_to_stay() -> None:
@@ -141,6 +163,8 @@ def apply(asked: Training, remedy: str) -> Training:
             asked = replace(asked, **{word[5:].replace("-", "_"): False})
         elif word == "--head-tiles":
             asked = replace(asked, head_tiles=int(words.pop(0)))
+        elif word == "--step-speculative":
+            asked = replace(asked, step_in_backward=True, speculative=True)
         elif word == "--disk":
             cluster = replace(cluster, disk=int(words.pop(0).removesuffix("TiB")) * 2**40)
         else:

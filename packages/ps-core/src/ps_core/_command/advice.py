@@ -10,6 +10,7 @@ from itertools import islice
 
 from ps_core._command.forecast import Forecast, Subject, Training, Way, bounds, model_of, surely_fits
 from ps_core._errors import InvalidInput
+from ps_core._extents import Precision
 from ps_core._trace import Trace
 from ps_core._units import format_bytes
 from ps_core._workloads.shapes import Family, Part, placed_tensors
@@ -32,6 +33,11 @@ _WAITS = {
     "cpu": "the optimizer step on the CPU",
     "launch": "the thread that launches work",
 }
+_REMARKS = {
+    "--step-in-backward": "; excludes clipping, unlike --step-speculative",
+    "--step-speculative": "; if few steps have to be clipped",
+}
+"""What else is said of a change."""
 _SPARE = 1.25
 """Suggested device memory, as a multiple of the least that suffices."""
 _HUGE = 2**50
@@ -78,7 +84,8 @@ def _faster(subject: Subject, found: Forecast) -> Iterator[str]:
         if speed is not None and speed > _GAIN * found.tokens_per_s:
             speeds.append((speed, label))
     for speed, label in sorted(speeds, reverse=True)[:_MOST_LEVERS]:
-        yield f"{label}: {speed:,.0f} tokens/s, {speed / found.tokens_per_s:.2f} times as many (predicted)"
+        gain = speed / found.tokens_per_s
+        yield f"{label}: {speed:,.0f} tokens/s, {gain:.2f} times as many (predicted{_REMARKS.get(label, '')})"
 
 
 def _levers(subject: Subject, found: Forecast) -> Iterator[tuple[str, Training]]:
@@ -87,6 +94,12 @@ def _levers(subject: Subject, found: Forecast) -> Iterator[tuple[str, Training]]
     alone = training.step_in_backward  # which needs one micro-batch a step, and one GPU
     if not alone and found.passes_alone_s * _ACCUMULATE_IF_FASTER < found.step_time_s:
         yield f"--accumulate {4 * training.accumulate}", replace(training, accumulate=4 * training.accumulate)
+    if not alone and training.cluster.gpus == 1 and training.accumulate == 1:
+        early = replace(training, step_in_backward=True)
+        if training.precision is Precision.FP16:  # whose loss scale may skip a step
+            yield "--step-speculative", replace(early, speculative=True)
+        else:
+            yield "--step-in-backward", early
     if isinstance(subject, Trace):
         return
     yield f"--batch {2 * training.batch}", replace(training, batch=2 * training.batch)

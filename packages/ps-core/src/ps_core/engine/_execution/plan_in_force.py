@@ -22,6 +22,9 @@ from ps_core.engine._tracing.batch_shape import BatchShape
 from ps_core.engine._tracing.first_pass import begins_like_estimate, matches_estimate
 from ps_core.engine._tracing.pass_recording import PassRecording, Recorded
 
+_MENTIONED = 0.1
+"""The fraction of a step that another option must save to be mentioned."""
+
 
 class PlanInForce:
     """Hold the plan that one engine follows, what it was made from, and the pass that is to be planned next."""
@@ -49,6 +52,8 @@ class PlanInForce:
         """True if the plan is from a pass that ran."""
         self._spare_bytes = 0
         """Bytes left free beyond the peak of non-model bytes, since the device ran out of memory."""
+        self._mentioned = False
+        """True once steps within backward were mentioned."""
 
     @property
     def none_yet(self) -> bool:
@@ -176,6 +181,12 @@ class PlanInForce:
             f"{time.monotonic() - started:.1f} s; {plan.planned.prediction.step_time_s:.3g} s a step are predicted for "
             f"{self._asking.machine.name}"
         )
+        saved = self._asking.saved_by_early_steps(plan.planned)
+        if saved > _MENTIONED and not self._mentioned:
+            self._mentioned = True
+            self._say(
+                f"if you do not clip gradients, Options(step='in_backward') saves {saved:.0%} of a step (predicted)"
+            )
         return True
 
     @defer_interrupts_installing

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from ps_core._errors import DoesNotFit
+from ps_core._extents import Precision
 from ps_core._layout import Layout
 from ps_core._options import Options
 from ps_core._plan import Tier
 from ps_core._planner.bounds import STEP_TIER
 from ps_core._planner.plan_cache import find_plan_again
 from ps_core._planner.search import Planned, Setup, find_plan
+from ps_core._simulate.clock import simulate
 from ps_core._simulate.machine import machine as find_machine
 from ps_core._trace import Trace
 from ps_core.engine._execution.emulated_machine import SMALL_COMPUTER
@@ -47,6 +49,18 @@ class PlanRequest:
         except DoesNotFit as error:
             raise self._explained(error, trace) from None
         return EnginePlan(planned, self.machine, order, recording, self._prefetch)
+
+    def saved_by_early_steps(self, planned: Planned) -> float:
+        """Return the fraction of a step that steps within backward would save, by this plan; 0: they are impossible.
+
+        See ``Options(step="in_backward")``.
+        """
+        setup = self._setup
+        alone = setup.accumulate == setup.ranks * setup.copies == 1
+        if not setup.training or setup.step_in_backward or setup.precision is Precision.FP16 or not alone:
+            return 0.0
+        early = simulate(planned.program, planned.plan, self.machine, iterations=1, step_in_backward=True)
+        return 1 - early.step_time_s / planned.prediction.step_time_s
 
     def _waiting_bytes(self, recording: PassRecording) -> int:
         """Return the bytes of gradients that a step's earlier passes leave on the compute tier, of groups fixed there.
