@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from ps_core._errors import DoesNotFit
+from ps_core.engine._execution.emulated_machine import SMALL_COMPUTER
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.lower_home_slots import HomePlacement
@@ -52,8 +53,6 @@ class PlanInForce:
         """True if the plan is from a pass that ran."""
         self._spare_bytes = 0
         """Bytes left free beyond the peak of non-model bytes, since the device ran out of memory."""
-        self._mentioned = False
-        """True once steps within backward were mentioned."""
 
     @property
     def none_yet(self) -> bool:
@@ -178,16 +177,20 @@ class PlanInForce:
         self._others.begin_plan(batch, training=recording.training)
         self._say(
             f"planned {len(plan.recording.moments)} moments of {len(plan.order)} groups in "
-            f"{time.monotonic() - started:.1f} s; {plan.planned.prediction.step_time_s:.3g} s a step are predicted for "
-            f"{self._asking.machine.name}"
+            f"{time.monotonic() - started:.1f} s{self._prediction(plan)}"
         )
-        saved = self._asking.saved_by_early_steps(plan.planned)
-        if saved > _MENTIONED and not self._mentioned:
-            self._mentioned = True
-            self._say(
-                f"if you do not clip gradients, Options(step='in_backward') saves {saved:.0%} of a step (predicted)"
-            )
         return True
+
+    def _prediction(self, plan: EnginePlan) -> str:
+        """Return the rest of the line that tells of a plan; empty where it is not known how fast the computer is."""
+        machine, planned = self._asking.machine, plan.planned
+        if machine is SMALL_COMPUTER:
+            return ""
+        told = f"; {planned.prediction.step_time_s:.3g} s a step are predicted for {machine.name}"
+        saved = self._asking.saved_by_early_steps(planned)
+        if saved > _MENTIONED:
+            told += f", {saved:.0%} less with Options(step='in_backward'), which excludes clipping"
+        return told
 
     @defer_interrupts_installing
     def _put(self, plan: EnginePlan, recording: PassRecording, batch: BatchShape) -> bool:
