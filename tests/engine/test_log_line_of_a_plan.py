@@ -61,10 +61,11 @@ def test_steps_within_backward_are_suggested(
 def test_nothing_is_predicted_for_an_unknown_computer(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level("INFO", "ps_core"),
-        chunked_model(stack(), device="emulated", budget=Budget(device="56KiB", host=HOST)) as (model, _),
+        chunked_model(stack(8), device="emulated", budget=Budget(device="56KiB", host=HOST)) as (model, optimizer),
     ):
-        square(model, *rows(0, 1, 2, 32)).backward()
-        square(model, *rows(1, 1, 2, 32)).backward()
+        for index in range(2):
+            square(model, *rows(index, 1, 2, 32)).backward()
+            finish(optimizer)
     lines = [each.message for each in caplog.records if ": planned " in each.message]
     assert lines
     assert all(line.endswith(" s") for line in lines)
