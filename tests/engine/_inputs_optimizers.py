@@ -376,9 +376,9 @@ def the_optimizer_is_gone() -> None:
 
 
 row(
-    "a group is stepped before all gradients are known; use step='after_backward'",
+    "a group is stepped before all gradients are known; use step={}",
     lambda: made(max_grad_norm=1.0, options=IN_BACKWARD),
-    lambda: works(max_grad_norm=1.0, options=Options(step="after_backward")),
+    lambda: works(max_grad_norm=1.0, options=Options(step="speculative")),
 )
 
 

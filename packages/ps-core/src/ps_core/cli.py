@@ -315,7 +315,7 @@ def _training(options: argparse.Namespace, place: _Place) -> Training:
     if options.step_in_backward and not options.step_speculative and (several or options.precision == "fp16"):
         raise InvalidInput(
             "--step-in-backward needs one GPU (--gpus 1), one micro-batch a step (--accumulate 1), and --precision "
-            "bf16 or fp32: a group is stepped before all gradients are known"
+            "bf16 or fp32 (in fp16: --step-speculative): a group is stepped before all gradients are known"
         )
     return Training(
         cluster=place.cluster,

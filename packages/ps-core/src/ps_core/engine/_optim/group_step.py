@@ -202,7 +202,7 @@ def _check_finite(name: str, gradient: torch.Tensor) -> None:
     if measured(gradient)[1]:
         raise FloatingPointError(
             f"a gradient of {name} is not finite, so the group was not stepped; groups whose gradients were complete "
-            "before, later layers as a rule, were stepped within backward"
+            "before, later layers as a rule, may have been stepped within backward: load a checkpoint to go on"
         )
 
 

@@ -77,7 +77,7 @@ class StepInBackward:
         if max_norm is not None:
             raise InvalidInput(
                 "max_grad_norm was set, but Options(step='in_backward') has stepped groups already: set "
-                "optimizer.max_grad_norm = None to go on; to clip, leave that option out"
+                "optimizer.max_grad_norm = None to go on; to clip, use Options(step='speculative')"
             )
         for group, used in self.groups.items():
             for record in group.tensors:
@@ -104,7 +104,7 @@ class StepInBackward:
         if self.groups:
             raise InvalidInput(
                 f"the gradient of {record.name!r} is asked for, but groups were stepped within backward already: call "
-                "optimizer.step() first; to read, clip or change gradients, leave out Options(step='in_backward')"
+                "optimizer.step() first; to read, clip or change gradients, use Options(step='speculative')"
             )
 
     def check_saved(self, what: str) -> None:
@@ -142,16 +142,16 @@ def check_step_option(
     """Raise if steps within backward are requested where they are not possible."""
     if options.step == AFTER_BACKWARD:
         return
-    may_undo = options.step == SPECULATIVE
-    against = {
-        "max_grad_norm": max_grad_norm is not None and not may_undo,
-        "precision='fp16', whose loss scale may skip a step": precision is Precision.FP16 and not may_undo,
-        f"accumulation_steps={accumulation_steps}": accumulation_steps > 1,
-        "several processes": not alone,
+    never = {f"accumulation_steps={accumulation_steps}": accumulation_steps > 1, "several processes": not alone}
+    unless_undone = {
+        "max_grad_norm": max_grad_norm is not None,
+        "precision='fp16', whose loss scale may skip a step": precision is Precision.FP16,
     }
-    for what, given in against.items():
-        if given:
-            raise InvalidInput(
-                f"Options(step={options.step!r}) with {what}: a group is stepped before all gradients are known; use "
-                "step='after_backward'"
-            )
+    against = [(what, AFTER_BACKWARD) for what, given in never.items() if given]
+    if options.step != SPECULATIVE:
+        against += [(what, SPECULATIVE) for what, given in unless_undone.items() if given]
+    for what, instead in against:
+        raise InvalidInput(
+            f"Options(step={options.step!r}) with {what}: a group is stepped before all gradients are known; use "
+            f"step={instead!r}"
+        )
