@@ -334,7 +334,7 @@ def test_a_gradient_that_is_not_finite_raises_before_its_group_is_changed() -> N
         loss.backward()
         optimizer.step()
 
-    with pytest.raises(FloatingPointError, match="so the group was not stepped.* load a checkpoint to go on"):
+    with pytest.raises(FloatingPointError, match=r"so the group was not stepped.* load a checkpoint to go on"):
         step()
     after = model.state_dict()
     assert torch.equal(after["blocks.0.narrow.weight"], before["blocks.0.narrow.weight"])

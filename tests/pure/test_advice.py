@@ -166,7 +166,7 @@ def apply(asked: Training, remedy: str) -> Training:
         elif word == "--step-speculative":
             asked = replace(asked, step_in_backward=True, speculative=True)
         elif word == "--disk":
-            cluster = replace(cluster, disk=int(words.pop(0).removesuffix("TiB")) * 2**40)
+            cluster = replace(cluster, disk=int(words.pop(0).removesuffix("GiB")) * GIB)
         else:
             asked = replace(asked, **{word[2:].replace("-", "_"): True})
     return replace(asked, cluster=cluster)
@@ -194,6 +194,13 @@ def test_every_remedy_works(name: str) -> None:
         forecast(MODEL, apply(asked, remedy))
 
 
+def test_a_disk_is_suggested_besides_more_memory() -> None:
+    """Who cannot add memory to a computer may have a disk in it."""
+    asked = training(device=24 * MIB, host=20 * MIB)
+    assert [each.split()[0] for each in remedies(MODEL, asked)] == ["--host-memory", "--disk", "--gpus"]
+    assert "--disk 128GiB" in remedies(MODEL, asked)[1]
+
+
 def test_remedies_for_a_trace_change_only_the_machine() -> None:
     asked = CASES["activations"]
     found = remedies(trace_of(MODEL, asked, offload=False), asked)
@@ -217,7 +224,9 @@ def test_only_what_is_not_done_already_is_suggested() -> None:
     said = [label.split()[0] for label, _ in advising._memories(MODEL, lean)]
     assert said == ["--host-memory"] * 4 + ["--device-memory"], "in whole GiB, each size once"
     said = [label.split()[0] for label, _ in advising._memories(MODEL, training(device=0))]
-    assert said == ["--host-memory"] * 4 + ["--disk"] * 3
+    assert said == ["--host-memory"] * 4
+    assert len(list(advising._disks(MODEL, training(device=0)))) == 4
+    assert not list(advising._disks(MODEL, lean))
     assert [label for label, _ in advising._clusters(MODEL, replace(lean, cluster=CASES["many GPUs"].cluster))] == [
         f"--gpus {8 * factor} --nodes {factor}" for factor in (2, 4, 8, 16)
     ]

@@ -126,7 +126,7 @@ def remedies(subject: Subject, training: Training, most: int = 3) -> tuple[str, 
 
 def _changes(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
     """Yield at most one change of each sort that fits, so that the suggestions differ in kind."""
-    for sort in (_options, _apart, _batches, _memories, _clusters):
+    for sort in (_options, _apart, _batches, _memories, _disks, _clusters):
         for label, changed in sort(subject, training):
             if surely_fits(subject, changed):
                 yield label, changed
@@ -194,9 +194,6 @@ def _memories(subject: Subject, training: Training) -> Iterator[tuple[str, Train
         if size:
             label = f"--host-memory {size // 2**30}GiB"
             yield label, replace(training, cluster=replace(cluster, host_memory=size))
-    if not cluster.disk and cluster.host_memory:
-        for disk in (2**40, 2**42, 2**44):
-            yield f"--disk {disk // 2**40}TiB", replace(training, cluster=replace(cluster, disk=disk))
     if cluster.device_memory:
         reserve = _HUGE - replace(cluster, device_memory=_HUGE).tiers()[0].capacity_bytes
         enough = reserve + _SPARE * bounds(subject, training)[0].needed_bytes
@@ -204,6 +201,13 @@ def _memories(subject: Subject, training: Training) -> Iterator[tuple[str, Train
         for size in sorted({math.ceil(need / 2**30) for need in needs}):
             label = f"--device-memory {size}GiB"
             yield label, replace(training, cluster=replace(cluster, device_memory=size * 2**30))
+
+
+def _disks(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
+    cluster = training.cluster
+    if not cluster.disk and cluster.host_memory:
+        for disk in (2**37, 2**40, 2**42, 2**44):
+            yield f"--disk {disk // 2**30}GiB", replace(training, cluster=replace(cluster, disk=disk))
 
 
 def _clusters(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
