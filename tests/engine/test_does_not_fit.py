@@ -159,6 +159,25 @@ def test_every_remedy_for_activations_works_when_followed() -> None:
     attempt(tight, 4096 // parts[smaller.partition(" the batch")[0]], checkpointing=True)
 
 
+def test_checkpointing_is_not_suggested_for_an_evaluation() -> None:
+    """It saves memory that only a backward pass needs."""
+    torch.manual_seed(0)
+    model, optimizer = chunked(
+        Blocks(checkpointing=True), AdamW(), device="emulated", precision="bf16", budget=Budget(device=2**21)
+    )
+    for _ in range(2):
+        model(torch.randn(512, 64)).backward()
+        optimizer.step()
+    with pytest.raises(DoesNotFit) as caught, torch.no_grad():
+        model(torch.randn(8192, 64))
+    _, smaller = caught.value.remedies
+    words = smaller.partition(" the batch")[0]
+    del caught  # its frames hold activations
+    with torch.no_grad():
+        model(torch.randn(8192 // {"half": 2, "a quarter of": 4, "an eighth of": 8}[words], 64))
+    release(model)
+
+
 def test_what_a_whole_pass_needs_is_said_at_once() -> None:
     """The first moment that does not fit needs less than later ones, which fake tensors have seen."""
 

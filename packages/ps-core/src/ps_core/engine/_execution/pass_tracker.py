@@ -243,8 +243,8 @@ class PassTracker:
             self.moment += 1
             with torch.no_grad():
                 if self.nonmodel.counting:
-                    if in_checkpoint():
-                        self._store.ledger.note_checkpointing()
+                    if in_checkpoint() or not recording.training:
+                        self._store.ledger.note_checkpointing_saves_nothing()
                     with self.nonmodel.paused():
                         self._drive(records, gains, moment.name)
                 else:

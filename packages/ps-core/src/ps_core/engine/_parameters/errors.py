@@ -55,7 +55,7 @@ def compute_tier_too_small(
         )
     elif 4 * weight > max(capacity, nonmodel_bytes):  # the weight, its gradient, and that as it is summed
         parts = _in_parts(store, groups, weight)
-    elif store.ledger.checkpointing:
+    elif not store.ledger.checkpointing_helps:
         parts = ""
     else:
         parts = (

@@ -146,8 +146,8 @@ class ByteLedger:
         """Bytes of this pass's activations that stayed on the compute tier: the host had no room for them."""
         self.not_offloaded_why: DoesNotFit | None = None
         """The refusal of the first of them; None: there are none."""
-        self.checkpointing = False
-        """True if PyTorch's checkpointing recomputes a part of this pass in backward."""
+        self.checkpointing_helps = True
+        """False if PyTorch recomputes a part of this pass already, or no backward follows it."""
         self.fixed_host_bytes = 0
         """Bytes of the host tier that embedding tables always keep."""
 
@@ -196,11 +196,11 @@ class ByteLedger:
     def begin_pass(self, left_over_bytes: int) -> None:
         """Store how many non-model bytes an exception left alive; no activation has stayed yet."""
         self.left_over_bytes, self.not_offloaded_bytes, self.not_offloaded_why = left_over_bytes, 0, None
-        self.checkpointing = False
+        self.checkpointing_helps = True
 
-    def note_checkpointing(self) -> None:
-        """Store that PyTorch's checkpointing recomputes a part of this pass."""
-        self.checkpointing = True
+    def note_checkpointing_saves_nothing(self) -> None:
+        """Store that a part of this pass is recomputed already, or that no backward follows."""
+        self.checkpointing_helps = False
 
     def note_not_offloaded(self, size: int, why: DoesNotFit) -> None:
         """Count an activation that was to be offloaded and stayed on the compute tier."""
