@@ -271,6 +271,10 @@ def test_calibrate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     status, planned = document(capsys, "plan", "gpt-1x64", "--machine", file)
     assert (status, planned["machine"]) == (0, "mine")
     assert run(capsys, "doctor", "--out", file)[0] == 2
+    monkeypatch.setattr(cli, "calibrate", lambda: pytest.fail("this takes a minute"))
+    for place in (str(tmp_path / "absent" / "a.toml"), str(tmp_path)):
+        status, _, error = run(capsys, "doctor", "--calibrate", "--out", place)
+        assert (status, error.startswith(f"pstar: cannot write {place!r}")) == (2, True)
     monkeypatch.setattr(cli, "calibrate", lambda: "name = 3")
     assert run(capsys, "doctor", "--calibrate")[0] == 2
 
@@ -457,7 +461,7 @@ def test_scale_says_how_to_plan_its_answer(capsys: pytest.CaptureFixture[str]) -
     where = ("--device-memory", "2GiB", "--host-memory", "9GiB", "--gpus", "1", "--min-tflops", "0.1", "--seq", "128")
     status, out, _ = run(capsys, "scale", *where)
     assert status == 0
-    line = next(line for line in out.splitlines() if line.startswith("as: pstar plan"))
+    line = next(line for line in out.splitlines() if line.startswith("with a longer search: pstar plan"))
     words = line.split("pstar ")[1].split(",")[0].split()
     assert run(capsys, *words, *where[:6], *where[8:])[0] == 0
 

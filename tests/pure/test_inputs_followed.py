@@ -33,6 +33,7 @@ APART = ("engine/", "integrations/", "_plan.py", "_plan_text.py", "_planner/sear
 APART += ("_simulate/clock.py", "_simulate/engine_timing.py", "_states.py", "_layout.py", "_trace.py")
 ELSEWHERE = {
     "_command/doctor.py:calibrate": "pure/test_doctor.py",
+    "cli.py:_calibrate": "pure/test_cli.py",
     "cli.py:_export": "pure/test_export_command.py",
     "_planner/plan_cache.py:_choice": "pure/test_plan_cache.py",
     "_planner/plan_cache.py:_numbers": "pure/test_plan_cache.py",

@@ -11,6 +11,7 @@ import gc
 import importlib.util
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -172,6 +173,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    if options.out is not None:  # before a minute of measuring
+        out = Path(options.out)
+        if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
+            raise InvalidInput(f"cannot write {options.out!r}: expected a file in a folder that may be written to")
     text = calibrate()
     measured = machine_from_toml(text, "what was measured")
     notes = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]

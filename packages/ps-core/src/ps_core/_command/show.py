@@ -243,7 +243,7 @@ def scale_text(found: Largest, plan: str) -> str:
     """Return the text of `pstar scale`."""
     shape = found.shape
     size = f"{format_count(shape.parameters)} parameters, {shape.layers} layers of {shape.hidden}"
-    again = f"as: pstar plan {shape.name}, other options the same"
+    again = f"with a longer search: pstar plan {shape.name}, other options the same"
     return f"largest: {shape.name}, {size}\nstopped: {found.limit}\n{again}\n\n{plan}"
 
 
