@@ -20,9 +20,10 @@ _IDLE = 0.1
 _FULL = 0.99
 _GAIN = 1.03
 """The least speed-up for which a change is mentioned."""
-_ACCUMULATE_IF_FASTER = 1.02
-"""More micro-batches are simulated if a training step without its optimizer steps is faster by this factor. It is below
-`_GAIN`: that time still contains norms, which accumulation takes less often."""
+_SHORTER_STEP_IF_FASTER = 1.02
+"""More micro-batches, and steps within backward, are simulated if a training step without its optimizer steps is faster
+by this factor. It is below `_GAIN`: that time still contains norms, which accumulation takes less often.
+"""
 _MOST_LEVERS = 3
 _WAITS = {
     "host->device": "uploads over the link",
@@ -91,15 +92,12 @@ def _faster(subject: Subject, found: Forecast) -> Iterator[str]:
 def _levers(subject: Subject, found: Forecast) -> Iterator[tuple[str, Training]]:
     """Yield changes of a training that fits, without other hardware."""
     training = replace(found.training, offload_checkpoints=found.offloads)
-    alone = training.step_in_backward  # which needs one micro-batch a step, and one GPU
-    if not alone and found.passes_alone_s * _ACCUMULATE_IF_FASTER < found.step_time_s:
+    if not training.step_in_backward and found.passes_alone_s * _SHORTER_STEP_IF_FASTER < found.step_time_s:
         yield f"--accumulate {4 * training.accumulate}", replace(training, accumulate=4 * training.accumulate)
-    if not alone and training.cluster.gpus == 1 and training.accumulate == 1:
-        early = replace(training, step_in_backward=True)
-        if training.precision is Precision.FP16:  # whose loss scale may skip a step
-            yield "--step-speculative", replace(early, speculative=True)
-        else:
-            yield "--step-in-backward", early
+        if training.accumulate == training.cluster.gpus == 1:
+            undone = training.precision is Precision.FP16  # the loss scale may skip a step
+            label = "--step-speculative" if undone else "--step-in-backward"
+            yield label, replace(training, step_in_backward=True, speculative=undone)
     if isinstance(subject, Trace):
         return
     yield f"--batch {2 * training.batch}", replace(training, batch=2 * training.batch)
