@@ -81,6 +81,12 @@ command(
     "--offload-checkpoints",
     "--no-checkpointing",
 )
+command(
+    "--step-speculative: found with --accumulate {}",
+    "--step-speculative --accumulate 2",
+    "--step-speculative --accumulate 1",
+    "--accumulate 2",
+)
 command("--patience: found {} with --eval-every 0", "--patience 2 --eval-every 0", "--patience 2 --eval-every 1")
 command("--disk-dir: found {} without --disk", "--disk-dir texts", "--disk-dir texts --disk 4MB --host-memory 64MB")
 command(

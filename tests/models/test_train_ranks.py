@@ -169,6 +169,12 @@ def test_a_batch_is_shared_evenly(crew: Ranks, tmp_path: Path) -> None:
         assert "--batch: found 3, which 2 processes share; allowed is a multiple of 2" in end.output
 
 
+def test_steps_that_are_undone_need_one_process(crew: Ranks, tmp_path: Path) -> None:
+    for end in crew.train(tmp_path, words(tmp_path / "run", "--step-speculative")):
+        assert end.status == 2
+        assert "--step-speculative: found with 2 processes; allowed with one" in end.output
+
+
 def test_all_are_told_the_same(crew: Ranks, tmp_path: Path) -> None:
     for end in crew.train(tmp_path, words(tmp_path / "run"), own=(["--lr", "0.5"], ["--lr", "0.25"])):
         assert end.status == 1

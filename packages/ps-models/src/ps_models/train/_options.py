@@ -163,6 +163,13 @@ class TrainOptions:
     beta2: float = _option(0.95, rules.number(0, 1, below=True), TRAINING, "of AdamW")
     eps: float = _option(1e-8, rules.number(0, above=True), TRAINING, "of AdamW")
     clip: float = _option(1.0, rules.number(0), TRAINING, "largest global gradient norm; 0: not clipped")
+    step_speculative: bool = _option(
+        False,
+        rules.flag(),
+        TRAINING,
+        "step parameters while backward goes on, and undo that where gradients must be clipped: faster on a GPU if "
+        "few steps are undone, with the same results",
+    )
     on_nan: str = _option(
         "stop", rules.one_of("stop", "continue"), TRAINING, "what to do when a loss is NaN or infinite"
     )

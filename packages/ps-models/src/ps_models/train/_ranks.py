@@ -53,6 +53,8 @@ class TrainingRanks:
                 f"--batch: found {options.batch}, which {self.size} processes share; allowed is a multiple of "
                 f"{self.size}"
             )
+        if options.step_speculative and self.size > 1:
+            raise InvalidInput(f"--step-speculative: found with {self.size} processes; allowed with one")
         for row in fields(options):
             if row.metadata["section"] != PLACE and row.name not in _OWN:
                 self.agree(flag_of(row), getattr(options, row.name))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ps_kernels
-from ps_core import AdamW, Budget, Group, InvalidInput, UnsupportedParameter
+from ps_core import AdamW, Budget, Group, InvalidInput, Options, UnsupportedParameter
 from ps_core._units import format_count
 from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.shapes import Family, TransformerShape
@@ -150,6 +150,7 @@ def _managed(options: TrainOptions, model: nn.Module, ranks: TrainingRanks) -> t
             precision=options.precision,
             max_grad_norm=options.clip or None,
             accumulation_steps=options.accumulate,
+            options=Options(step="speculative") if options.step_speculative else Options(),
             collectives=ranks.together,
         )
     assert optimizer is not None, "an optimizer was asked for"
