@@ -34,8 +34,8 @@ def check_together(options: TrainOptions) -> None:
         raise InvalidInput(f"--disk-dir: found {options.disk_dir!r} without --disk, which says how much of it")
     if options.step_speculative and options.accumulate > 1:
         raise InvalidInput(
-            f"--step-speculative: found with --accumulate {options.accumulate}, whose gradients are complete in the last "
-            "pass alone; allowed with --accumulate 1"
+            f"--step-speculative: found with --accumulate {options.accumulate}, whose gradients are complete in the "
+            "last pass alone; allowed with --accumulate 1"
         )
     _check_source(options)
 
