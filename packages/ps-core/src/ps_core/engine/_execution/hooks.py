@@ -27,7 +27,7 @@ from ps_core.engine._parameters.grouping import FLOATS, Grouping, name_as_in
 from ps_core.engine._parameters.managed_parameter import LEAVES, ManagedParameter
 from ps_core.engine._parameters.other_tensor_classes import FetchFirst, has_other_classes
 from ps_core.engine._parameters.param_state import ParamState
-from ps_core.engine._parameters.saved_tensors import recomputing
+from ps_core.engine._parameters.saved_tensors import close_checkpoints, recomputing
 from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._support.interrupts import defer_interrupts, defer_interrupts_installing
 from ps_core.engine._support.module_call import COMPILED_CALL_ATTRIBUTE, Call, ModuleCallWrapper
@@ -180,7 +180,7 @@ class ModelHooks:
                 result = self._call(call, args, kwargs)
                 self._end_forward(depth)
             except BaseException as error:
-                self._break_off(depth)
+                self._break_off(depth, error)
                 self.engine.store.device.raise_out_of_memory(error)
                 note_precision(error, {group.dtype for group in self.engine.groups})
                 raise
@@ -209,10 +209,11 @@ class ModelHooks:
         self.engine.end_root_forward()
 
     @defer_interrupts
-    def _break_off(self, depth: int) -> None:
+    def _break_off(self, depth: int, error: BaseException) -> None:
         self._running = False
         if self._copies.places:
             self._copies.take_out()
+        close_checkpoints(error)
         self.engine.saved.pop_to(depth)
         self.engine.abort()
 

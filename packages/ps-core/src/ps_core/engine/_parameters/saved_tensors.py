@@ -13,7 +13,8 @@ the aliases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from traceback import walk_tb
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -39,6 +40,16 @@ active_pair: Callable[[bool], HookPair | None] = torch._C._autograd._top_saved_t
 
 CHECKPOINT = checkpoint.__name__
 """The module of the hooks of PyTorch's checkpointing."""
+
+
+def close_checkpoints(error: BaseException) -> None:
+    """Take away the hooks of checkpoints that an exception left; before 2.13 PyTorch did so once it was freed."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    for frame in reversed(frames):  # the innermost first
+        if frame.f_code.co_name == "checkpoint" and frame.f_globals.get("__name__") == CHECKPOINT:
+            running = frame.f_locals.get("gen")
+            if isinstance(running, Generator):
+                running.close()
 
 
 class Fetcher(Protocol):
