@@ -211,6 +211,24 @@ def test_state_dicts_are_pytorchs_both_ways(name: str) -> None:
     let_go(ours, late)
 
 
+def test_a_state_of_pytorchs_for_a_frozen_parameter_that_was_never_stepped() -> None:
+    # Adagrad makes states of all parameters when it is made, also of those that no step changes.
+    frozen = [models.Language(), models.Language()]
+    for each in frozen:
+        each.requires_grad_(False)
+        next(each.parameters()).requires_grad_(True)
+    optimizer = torch.optim.Adagrad(frozen[0].parameters(), foreach=False)
+    train(frozen[0], optimizer, range(2))
+    model, ours = chunked(frozen[1], TorchOptimizer(torch.optim.Adagrad), precision="fp32")
+    model.load_state_dict(frozen[0].state_dict())
+    ours.load_state_dict(optimizer.state_dict())
+    same_states({0: optimizer.state_dict()["state"][0]}, ours.state_dict()["state"])
+    for pair in ((frozen[0], optimizer), (model, ours)):
+        train(*pair, range(2, 4))
+    assert all(map(torch.equal, frozen[0].state_dict().values(), model.state_dict().values()))
+    let_go(model)
+
+
 def test_masters_of_parameters_without_a_step_are_beside_the_states() -> None:
     spec = TorchOptimizer(torch.optim.NAdam)
     torch.manual_seed(0)

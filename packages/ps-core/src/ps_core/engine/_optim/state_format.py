@@ -89,7 +89,8 @@ class StateFormat:
         entry = {key: value for key, value in given.items() if not _absent(value)}
         master = entry.pop(MASTER, None)
         if not record.trainable:
-            if entry.keys() - {STEP}:
+            stepped = STEP not in entry or step_of(record, entry[STEP])  # some classes begin with states of all
+            if entry.keys() - {STEP} and stepped:
                 raise InvalidInput(f"there is a state for {record.name!r}, which is frozen: {_UNFREEZE}")
             return StateEntry(0, {}, None)
         if master is not None:
