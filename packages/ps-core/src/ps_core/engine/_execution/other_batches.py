@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from ps_core._extents import SegmentName
 from ps_core.engine._execution.engine_plan import EnginePlan
@@ -23,8 +22,6 @@ _CHANGES_AT_ONCE = 2
 _JOINS = 3
 _MOST_EVALUATIONS = 8
 """Evaluations of so many shapes are remembered."""
-_MOST_VALUES = 64
-"""So many training passes, and as many evaluations, of a plan are measured because their numbers or texts are new."""
 
 
 class OtherBatches:
@@ -50,19 +47,6 @@ class OtherBatches:
         """Batches of evaluations that the plan serves: they ran on demand, and took no more than it leaves free."""
         self.too_large: tuple[BatchShape, ...] = ()
         """Batches of evaluations that left the plan, because they took more than it leaves free."""
-        self._measured: dict[tuple[bool, tuple[Any, ...]], BatchShape] = {}
-        """The batches that the plan in force was made for, or that were measured since.
-
-        By the arguments besides tensors, of passes with gradients (True) and without.
-        """
-        self._calls_measured: dict[tuple[tuple[Any, ...], ...], BatchShape] = {}
-        """Of those the batches of training passes of several calls, by the arguments of all calls."""
-        self.known_calls: BatchShape | None = None
-        """The last batch that `calls_are_new` returned False for."""
-        self.last_known: dict[bool, BatchShape | None] = {True: None, False: None}
-        """The last batch that `values_are_new` returned False for, of passes with gradients and without."""
-        self._values_left = {True: _MOST_VALUES, False: _MOST_VALUES}
-        """Number of passes that `values_are_new` still has measured, with gradients and without."""
 
     def note_dropped(self, recording: PassRecording, batch: BatchShape) -> None:
         """Remember a forward pass with gradients that no backward pass followed."""
@@ -83,48 +67,9 @@ class OtherBatches:
         """Forget the forward pass with gradients that no backward pass followed: no plan has room for it."""
         self._dropped = None
 
-    def begin_plan(self, batch: BatchShape | None, *, training: bool = True) -> None:
-        """Forget what the plan before served; another plan for this batch, or none, is in force.
-
-        ``training``: the plan is from a pass with gradients. What an evaluation takes is not known then.
-        """
+    def begin_plan(self) -> None:
+        """Forget what the plan before served; another plan, or none, is in force."""
         self.evaluations, self.too_large, self.in_a_row = (), (), 0
-        self._measured, self._values_left = {}, {True: _MOST_VALUES, False: _MOST_VALUES}
-        self.last_known = {True: None, False: None}
-        self._calls_measured, self.known_calls = {}, None
-        if batch is not None:
-            self._measured[training, batch.values] = replace(batch, later=(), others=())
-            if batch.later:
-                self._calls_measured[_values_of_calls(batch)] = replace(batch, others=())
-
-    def values_are_new(self, batch: BatchShape, *, training: bool) -> bool:
-        """Return True if no pass by the plan with these arguments besides tensors was measured, and not too many were.
-
-        They may be what a moment's memory depends on: a number of samples, or a flag. The caller measures the pass.
-        """
-        measured = self._measured.get((training, batch.values))
-        if self._values_left[training] and (measured is None or not measured.covers(batch)):
-            return True
-        self.last_known[training] = batch
-        return False
-
-    def calls_are_new(self, batch: BatchShape) -> bool:
-        """Return True as `values_are_new` does, for all calls of a training pass with several."""
-        measured = self._calls_measured.get(_values_of_calls(batch))
-        if self._values_left[True] and (measured is None or not measured.covers(batch)):
-            return True
-        self.known_calls = batch
-        return False
-
-    def note_measured(self, batch: BatchShape, *, training: bool) -> None:
-        """Note that a pass was measured to its end, and fits."""
-        new_values = self.values_are_new(first := replace(batch, later=()), training=training)
-        new_calls = bool(batch.later) and training and self.calls_are_new(batch)
-        self._values_left[training] -= new_values or new_calls
-        if new_values:
-            _add(self._measured, (training, batch.values), first)
-        if new_calls:
-            _add(self._calls_measured, _values_of_calls(batch), batch)
 
     def note_too_large(self, batch: BatchShape) -> None:
         """Note that an evaluation left the plan, because it took more than the plan leaves free."""
@@ -222,13 +167,3 @@ class OtherBatches:
 def _with_room(mine: MomentRecord, yours: MomentRecord) -> MomentRecord:
     """Return a moment with as many non-model bytes as the larger of two."""
     return replace(mine, nonmodel_bytes=max(mine.nonmodel_bytes, yours.nonmodel_bytes))
-
-
-def _values_of_calls(batch: BatchShape) -> tuple[tuple[Any, ...], ...]:
-    """Return the arguments besides tensors of all calls of a pass."""
-    return batch.values, *(each.values for each in batch.later)
-
-
-def _add(measured: dict[Any, BatchShape], key: Any, batch: BatchShape) -> None:
-    """Add a batch to those that were measured with the same arguments besides tensors."""
-    measured[key] = measured[key].beside(batch) if key in measured else batch

@@ -16,6 +16,7 @@ from ps_core.engine._execution.emulated_machine import SMALL_COMPUTER
 from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.lower_home_slots import HomePlacement
+from ps_core.engine._execution.measured_batches import MeasuredBatches
 from ps_core.engine._execution.other_batches import OtherBatches
 from ps_core.engine._execution.plan_request import PlanRequest
 from ps_core.engine._support.interrupts import defer_interrupts_installing
@@ -36,10 +37,12 @@ class PlanInForce:
         asking: PlanRequest,
         homes: HomePlacement,
         others: OtherBatches,
+        measured: MeasuredBatches,
         say: Callable[[str], None],
     ) -> None:
         """Begin without a plan; ``say`` logs a line about the model."""
-        self._engine, self._asking, self._homes, self._others, self._say = engine, asking, homes, others, say
+        self._engine, self._asking, self._homes, self._say = engine, asking, homes, say
+        self._others, self._measured = others, measured
         self.plan: EnginePlan | None = None
         self.batch = BatchShape()
         """The batch that the plan was made for."""
@@ -77,7 +80,8 @@ class PlanInForce:
         """Drop the plan and all that it was made from, or was to be."""
         self.plan = self.found = self.source = None
         self.estimated = self.recorded = False
-        self._others.begin_plan(None)
+        self._others.begin_plan()
+        self._measured.begin_plan(None)
 
     def foresee(self, recording: PassRecording, batch: BatchShape) -> None:
         """Plan a pass that was estimated; if it does not fit, it runs on demand."""
@@ -174,7 +178,8 @@ class PlanInForce:
         plan = self._asking.find(recording, batch, self._spare_bytes)
         if not self._put(plan, recording, batch):
             return False
-        self._others.begin_plan(batch, training=recording.training)
+        self._others.begin_plan()
+        self._measured.begin_plan(batch, training=recording.training)
         self._say(
             f"planned {len(plan.recording.moments)} moments of {len(plan.order)} groups in "
             f"{time.monotonic() - started:.1f} s{self._prediction(plan)}"

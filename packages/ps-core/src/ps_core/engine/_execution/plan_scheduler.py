@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from ps_core.engine._execution.engine import Engine
 from ps_core.engine._execution.engine_plan import EnginePlan
 from ps_core.engine._execution.instruction_executor import Diverged
 from ps_core.engine._execution.lower_home_slots import HomePlacement
+from ps_core.engine._execution.measured_batches import MeasuredBatches
 from ps_core.engine._execution.module_guards import called_part
 from ps_core.engine._execution.on_demand_driver import OnDemandDriver
 from ps_core.engine._execution.other_batches import OtherBatches
@@ -59,7 +62,7 @@ class PlanScheduler:
         self._caps = options.cap_allocator and not engine.store.device.overcommits
         """True if the device's allocator is capped at the budget in passes by a plan."""
         self._homes = HomePlacement(engine)
-        self._others = OtherBatches(self._say)
+        self._others, self._measured = OtherBatches(self._say), MeasuredBatches()
         self._unplanned = UnplannedPasses(self._say)
         self._left = LeftPlans(self._say)
         self._in_force = self._no_plan_yet(options)
@@ -75,16 +78,12 @@ class PlanScheduler:
         """Shapes and types of the last call's tensors, the model's mode and other arguments, and their batch shape."""
         self._tried = False
         """True if the first pass was tried with fake tensors."""
-        self._measured: BatchShape | None = None
-        """On one tier: the batches whose non-model bytes are known; None: there are none yet."""
-        self._unmeasured: BatchShape | None = None
-        """The last pass of several calls, if none like it is known to be measured; else None."""
         self._replayed = {True: 0, False: 0}
         """Number of passes that began by a plan, with gradients and without."""
 
     def _no_plan_yet(self, options: Options) -> PlanInForce:
         asking = PlanRequest(self._engine, self._model_name, self._setup, options)
-        return PlanInForce(self._engine, asking, self._homes, self._others, self._say)
+        return PlanInForce(self._engine, asking, self._homes, self._others, self._measured, self._say)
 
     @property
     def training(self) -> bool:
@@ -151,22 +150,11 @@ class PlanScheduler:
         if self._served is None or len(self._served.later) >= MOST_CALLS:
             return
         served = self._served = replace(self._served, later=(*self._served.later, batch))
-        place, known = len(served.later), self._others.known_calls
-        like = None if known is None or place > len(known.later) else known.later[place - 1]
-        if (
-            self._unmeasured is not None
-            or known is None
-            or like is None
-            or (served.values, served.shapes) != (known.values, known.shapes)
-            or (batch.values, batch.shapes) != (like.values, like.shapes)
-        ):
-            self._unmeasured = served
-        if self._measured is not None and not self._measured.covers(self._served):
-            self._measured = None
+        self._measured.note_call(served)
         planned = self._in_force.batch
-        if self._in_force.plan is not None and not planned.covers(self._served):
-            overrun = len(self._served.later) <= len(planned.later) and self._others.note_larger_call()
-            self._engine.passes.leave_plan(planned.difference(self._served), overrun=overrun)
+        if self._in_force.plan is not None and not planned.covers(served):
+            overrun = len(served.later) <= len(planned.later) and self._others.note_larger_call()
+            self._engine.passes.leave_plan(planned.difference(served), overrun=overrun)
 
     def before_part(self) -> None:
         """Note a call of another part, or with another batch, in a pass that began with a call."""
@@ -236,32 +224,25 @@ class PlanScheduler:
             engine.speculation.undo()
         self._served, self._part, self._batch = self._batch, self._batch, None
         if engine.resident:
-            known = self._measured is not None and self._measured.covers(self._served)
-            other = self._served is not self._others.last_known[training] or self._unmeasured is not None
-            new = other and self._has_new_values(training)
-            return ResidentDriver(tracked=new or not known)
+            measured = self._measured.on_one_tier
+            known = measured is not None and measured.covers(self._served)
+            return ResidentDriver(tracked=self._is_new(training) or not known)
         if self._served is None and training and self._setup.training:
             self._served = self._part = called_part()
-        demand = engine.demand
         if plan is None or (training and self._left.to_record):
-            demand.expect(None)
-            self._homes.move_down()
-            return self._uncapped()
+            return self._on_demand(self._homes.move_down)
         if self._served is None and not within_a_module():
-            demand.expect(None)
-            self._homes.make_room_to_read()
-            return self._uncapped()
+            return self._on_demand(self._homes.make_room_to_read)
         planned = self._in_force.batch
         may_be_unserved = self._served != planned or (not training and self._others.too_large)
         if may_be_unserved and (why := self._others.why_unserved(self._served, planned, training=training)):
             engine.counters.diverged(why)
-            demand.expect(None)
-            self._free_for_unplanned(training)
-            return self._uncapped()
-        if demand.fetched:
-            demand.finish()  # copies that had live aliases when the last pass ended
-        if training and self._passes_of_step and not engine.holds_gradients():
-            self._before_step = engine.passes.gradient_passes  # earlier gradients were forgotten
+            return self._on_demand(partial(self._free_for_unplanned, training))
+        if engine.demand.fetched:
+            engine.demand.finish()  # copies that had live aliases when the last pass ended
+        passes = self._passes_of_step if training else 0
+        if passes and not engine.holds_gradients():
+            passes, self._before_step = 0, engine.passes.gradient_passes  # earlier gradients were forgotten
         trains = not training or self._setup.training
         why = "" if trains else "a backward pass of a model without an optimizer"
         why = why or why_not_ready(plan, engine.groups, engine.gradients.sums)
@@ -270,22 +251,17 @@ class PlanScheduler:
         if why:
             if training:
                 if self._setup.training:
-                    why = too_many_passes(self._passes_of_step + 1, self._setup.accumulate) or why
+                    why = too_many_passes(passes + 1, self._setup.accumulate) or why
                 self._left.note_refused(why)
             engine.counters.diverged(why)
-            known = not self._in_force.estimated and not self._has_new_values(training)
-            demand.expect(plan.nonmodel_bytes if known else None)
-            self._free_for_unplanned(training)
-            return self._uncapped()
+            known = not self._in_force.estimated and not self._is_new(training)
+            return self._on_demand(partial(self._free_for_unplanned, training), plan.nonmodel_bytes if known else None)
         if self._caps:  # not by an estimate, which misses what a device's libraries take for themselves
             engine.store.device.cap_allocator(
                 None if self._in_force.estimated else engine.store.tiers[0].capacity_bytes
             )
-        if not training:
-            segment = SegmentName.EVAL
-        else:
-            micro = plan.micro_segments
-            segment = micro[min(self._passes_of_step, len(micro) - 1)]
+        micro = plan.micro_segments
+        segment = micro[min(passes, len(micro) - 1)] if training else SegmentName.EVAL
         tracked = self._is_watched(training)
         stepping = (engine.speculation or engine.stepping) if training else None
         return self._replay(plan, segment, tracked=tracked, stepping=stepping)
@@ -301,30 +277,29 @@ class PlanScheduler:
             plan, segment, engine.residency, engine.gradients, engine.counters, tracked=tracked, stepping=stepping
         )
 
-    def _uncapped(self) -> OnDemandDriver:
-        """Return the driver on demand, which cannot leave more room: the allocator has no cap meanwhile."""
+    def _on_demand(self, free: Callable[[], None], nonmodel_bytes: int | None = None) -> OnDemandDriver:
+        """Return the driver on demand; ``free`` frees memory for the pass, whose peak is expected to be as given.
+
+        The driver cannot leave more room, so the allocator has no cap meanwhile.
+        """
+        self._engine.demand.expect(nonmodel_bytes)
+        free()
         if self._caps:
             self._engine.store.device.cap_allocator(None)
         return self._engine.demand
 
-    def _has_new_values(self, training: bool) -> bool:
-        """Return True if the call that begins a pass has arguments besides tensors that were not measured.
-
-        Also return True, once, if any call of the training pass before had such: this one may be like it.
-        """
-        calls = None
-        if training:
-            calls, self._unmeasured = self._unmeasured, None
-        if calls is not None and self._others.calls_are_new(calls):
-            return True
-        return self._served is not None and self._others.values_are_new(self._served, training=training)
+    def _is_new(self, training: bool) -> bool:
+        """Return True if the pass that begins now is to be measured for its arguments; see `MeasuredBatches.is_new`."""
+        measured = self._measured
+        if self._served is measured.last_known[training] and measured.unmeasured is None:
+            return False  # as in most passes, at no further call
+        return measured.is_new(self._served, training=training)
 
     def _is_watched(self, training: bool) -> bool:
         """Return True if the non-model bytes of a planned pass are counted."""
         self._replayed[training] += 1
-        other = self._served is not self._others.last_known[training] or self._unmeasured is not None
-        new = other and self._has_new_values(training)
-        return new or self._in_force.estimated or self._replayed[training] % _WATCHED_EVERY == 0
+        every = self._replayed[training] % _WATCHED_EVERY == 0
+        return self._is_new(training) or self._in_force.estimated or every
 
     def _free_for_unplanned(self, training: bool) -> None:
         """Free as much memory for an unplanned pass as it would have without a plan, unless it needs less."""
@@ -339,7 +314,7 @@ class PlanScheduler:
         """Drop the plan, because groups change; move home slots off the compute tier, for a first pass."""
         self._homes.move_down()
         self._in_force.forget()
-        self._tried, self._measured = False, None
+        self._tried = False
 
     def plan_abandoned(self, *, needs_more: bool) -> None:
         """Note that a pass left the present plan; ``needs_more``: its rest takes more memory than was planned."""
@@ -364,9 +339,8 @@ class PlanScheduler:
         elif not passes.tracked or passes.broke_off or not passes.budget.stayed_within(recording):
             return
         elif recording.training is self._setup.training:
-            both = batch if self._measured is None else self._measured.beside(batch)
             whole = not trains or self._passes_of_step >= self._setup.accumulate
-            self._measured = both if whole else None
+            self._measured.note_on_one_tier(batch, whole=whole)
 
     def _note_measured(self, recording: PassRecording, batch: BatchShape) -> None:
         """Note that a pass by the plan was measured to its end, or that an evaluation took more than was planned."""
@@ -377,8 +351,7 @@ class PlanScheduler:
             return
         by_plan = passes.tracked and passes.driver.follows_plan
         if by_plan and not passes.broke_off and passes.budget.stayed_within(recording):
-            self._others.note_measured(batch, training=recording.training)
-            self._unmeasured = None
+            self._measured.note_measured(batch, training=recording.training)
 
     def _observe_batch(self, recording: PassRecording, batch: BatchShape, *, measured: bool) -> None:
         """Keep a recorded pass that began with a call; ``measured``: its non-model bytes are known to the end."""

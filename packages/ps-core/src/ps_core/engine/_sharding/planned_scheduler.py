@@ -68,7 +68,7 @@ class RanksScheduler(PlanScheduler):
 
     def _no_plan_yet(self, options: Options) -> RanksPlan:
         asking = RanksPlanRequest(self._engine, self._model_name, self._setup, options, self._together)
-        return RanksPlan(self._engine, asking, self._homes, self._others, self._say)
+        return RanksPlan(self._engine, asking, self._homes, self._others, self._measured, self._say)
 
     def _replay(
         self, plan: EnginePlan, segment: SegmentName, *, tracked: bool = False, stepping: Stepping | None = None
