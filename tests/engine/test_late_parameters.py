@@ -248,6 +248,25 @@ def test_added_parameters_are_in_the_groups_that_match_and_in_states() -> None:
     assert type(model.layers[2].weight) is nn.Parameter
 
 
+def test_added_parameters_are_listed_after_a_match_that_raised() -> None:
+    fails = [True]
+
+    def match(name: str, _: nn.Parameter) -> bool:
+        if name.startswith("layers.2") and fails:
+            raise ValueError(fails.pop())
+        return name.endswith("bias")
+
+    model, optimizer = managed(Net(2), spec=AdamW(groups=(Group(match=match, lr=0.5),)))
+    run_once(model, optimizer)
+    model.layers.append(nn.Linear(64, 64))
+    model(X).backward()
+    with pytest.raises(ValueError, match="True"):
+        optimizer.step()
+    optimizer.step()
+    assert [group["param_names"][-1] for group in optimizer.param_groups] == ["layers.2.weight", "layers.2.bias"]
+    assert model.layers[2].weight in optimizer.state
+
+
 def run_once(model: nn.Module, optimizer: Any) -> float:
     loss = model(X)
     loss.backward()

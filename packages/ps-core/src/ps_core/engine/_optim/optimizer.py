@@ -50,7 +50,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self.rule = rule
         self._outcome: Outcome | None = None
         self._scaled = False
-        self._source, self._known = records, len(records)
+        self._source = records
+        """Every managed parameter; the engine adds those that were added to the model."""
         self._members = _members(rule.spec, records)
         self._groups_of = {record: index for index, rows in enumerate(self._members) for record in rows}
         self._begun_with = {record for record in records if record.trainable}
@@ -164,9 +165,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def _take_in(self) -> None:
         """Add parameters that were added to the model to the groups that match them."""
-        if len(self._source) == self._known:
+        added = self._source[len(self._groups_of) :]
+        if not added:
             return
-        added, self._known = self._source[self._known :], len(self._source)
         self._state.add(added)
         for index, found in enumerate(_members(self.rule.spec, added)):
             for record in found:
@@ -219,7 +220,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def settings(self) -> Callable[[ParamState], StepSettings]:
         """Return a function that returns a parameter's settings, as the groups have them now."""
-        if len(self._source) > self._known or self._unlisted or self._awaited:
+        if len(self._source) > len(self._groups_of) or self._unlisted or self._awaited:
             self.complete_groups()
         if len(self.param_groups) != len(self._members):
             raise InvalidInput(
