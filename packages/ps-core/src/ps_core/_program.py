@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,8 +16,6 @@ from ps_core._extents import STATES, Extent, Kind, Precision, SegmentName, Use
 from ps_core._layout import Layout
 from ps_core._trace import Phase, Trace
 from ps_core._units import align_up, check_flag, check_number, check_whole
-
-__all__ = ["MOST_MICRO_BATCHES", "WIRE_BYTES", "Extent", "Kind", "Precision", "Program", "SegmentName", "Visit"]
 
 WIRE_BYTES = 256 * 2**20
 """The most scratch bytes in a reduce-scatter: longer shards are exchanged and summed piece by piece."""
@@ -61,7 +59,7 @@ class Program:
     accumulate: int = 1
     training: bool = True
     """False: no optimizer, no gradients; evaluation and generation only."""
-    nonmodel_overhead: float = field(default=0.0)
+    nonmodel_overhead: float = 0.0
     """The fraction of every moment's non-model bytes that is added to them (fragmentation)."""
     states: int = 2
     """The number of `STATES` that the optimizer keeps for each parameter."""
@@ -80,7 +78,7 @@ class Program:
     @property
     def sharded(self) -> bool:
         """Return True if several processes train: groups are gathered, and gradients are summed over processes."""
-        return self.layout.ranks * self.copies > 1
+        return self.ranks * self.copies > 1
 
     @property
     def overwrites(self) -> bool:
@@ -310,7 +308,7 @@ class Program:
         That takes one process, one micro-batch a step and no loss scale. Clipping, which a program does not know, is
         refused elsewhere.
         """
-        alone = self.ranks * self.copies == 1 and self.accumulate == 1
+        alone = self.accumulate == 1 and not self.sharded
         return self.training and alone and self.precision is not Precision.FP16
 
     def entry(self, segment: SegmentName, early: Collection[int] = ()) -> dict[Extent, int]:
