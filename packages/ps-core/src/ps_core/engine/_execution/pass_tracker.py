@@ -134,7 +134,7 @@ class PassTracker:
 
         The inputs were made while the pass was open, and are not counted.
         """
-        recording, task = self.recording, torch._C._current_graph_task_id()
+        recording, task = self.recording, _graph_task()
         if task == -1:
             if recording is not None:  # maybe of a backward pass that raised before it used a parameter
                 free_broken_backward()
@@ -151,7 +151,7 @@ class PassTracker:
     def enter_forward(self, *, evaluates: bool) -> None:
         """Begin the root module's forward, behind `end_open`; ``evaluates``: as the attribute says."""
         self.evaluates = evaluates
-        task = torch._C._current_graph_task_id()
+        task = _graph_task()
         if self.recording is None:
             self._begin(backward=False)
         elif self.driver.for_rest is not None:
@@ -173,7 +173,7 @@ class PassTracker:
     def end_forward(self) -> None:
         """End the root module's forward."""
         self.outside = True
-        within_backward = torch._C._current_graph_task_id() not in (-1, self._around)
+        within_backward = _graph_task() not in (-1, self._around)
         self._counters.enter_phase("backward" if within_backward else "")
         evaluated = not torch.is_grad_enabled() or (self.evaluates and not has_saved(self._records))
         self.evaluates = False
@@ -222,7 +222,7 @@ class PassTracker:
         assert recording is not None, "there is a pass"
         if self._residency.exposed.bounds:
             self._residency.exposed.check(ended=True)
-        backward = torch._C._current_graph_task_id() not in (-1, self._around)
+        backward = _graph_task() not in (-1, self._around)
         reads: dict[ParamGroup, None] = {}
         for record in records:
             reads[record.group] = None
@@ -267,7 +267,7 @@ class PassTracker:
         many moments.
         """
         recording = self.recording
-        if recording is None or torch._C._current_graph_task_id() not in (-1, self._around):
+        if recording is None or _graph_task() not in (-1, self._around):
             return
         trains = torch.is_grad_enabled() and not recording.training
         if trains or (len(recording.moments) >= _MOST_MOMENTS and not has_saved(self._records)):
