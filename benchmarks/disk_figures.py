@@ -29,7 +29,6 @@ import torch
 
 from engine_figures import GPT, Shape, batches, check, parameters_of, peak_of_activations
 from ps_core import AdamW, Budget
-from ps_core._extents import SegmentName
 from ps_core._plan import Copy
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._devices.disk.file import DiskFile
@@ -85,13 +84,13 @@ def train(shape: Shape, budget: Budget, steps: int) -> dict[str, Any]:
 
 def sizes_of(model: Any) -> list[int]:
     """Bytes of every read and write of a planned step: positive for reads, negative for writes."""
-    plan = hooks_of(model).scheduler._plan
-    if plan is None:
+    planned = hooks_of(model).scheduler.planned
+    if planned is None:
         return []
     copies = [
         (instr.op.source, instr.op.target, instr.op.bytes, instr.queue.name)
-        for name in plan.program.iteration()
-        for instr in plan.plan.segment(SegmentName(name)).instrs
+        for name in planned.program.iteration()
+        for instr in planned.plan.segment(name).instrs
         if isinstance(instr.op, Copy)
     ]
     return [size if queue == "DISK_R" else -size for _, _, size, queue in copies]
