@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,23 @@ def test_a_name_that_leaves_no_room_for_those_of_a_save(place: tuple[Run, Path])
 def test_the_root_is_no_file_of_weights(place: tuple[Run, Path]) -> None:
     with pytest.raises(InvalidInput, match="/ is a folder: name a file, as in /model"):
         save_weights("/", place[0].model)
+
+
+def test_a_folder_above_checkpoints_is_answered_with_the_newest(place: tuple[Run, Path], tmp_path: Path) -> None:
+    """As the folder of a training, which has its checkpoints in a folder of it."""
+    run, above = place[0], tmp_path / "run"
+    for when, name in enumerate(("step-2", "step-10", "step-9")):
+        save_checkpoint(above / "checkpoints" / name, run.model, run.optimizer)
+        os.utime(above / "checkpoints" / name / "manifest.json", (when, when))
+    (above / "checkpoints" / ".step-11.ps-partial").mkdir()
+    (above / "checkpoints" / ".step-11.ps-partial" / "manifest.json").write_text('{"format": "ps-core checkpoint"')
+    (above / "step-12").mkdir()
+    (above / "step-12" / "manifest.json").write_text("{}")
+    named = re.escape(f"; the newest below it is {above / 'checkpoints' / 'step-9'}")
+    for use in (load_checkpoint, check_checkpoint, load_weights):
+        arguments: Any = (run.model, above) if use is load_weights else (above,)
+        more: Any = (run.model, run.optimizer) if use is load_checkpoint else ()
+        with pytest.raises(InvalidInput, match=named):
+            use(*arguments, *more)
+    with pytest.raises(InvalidInput, match=named):
+        export_checkpoint(above, tmp_path / "new.safetensors")

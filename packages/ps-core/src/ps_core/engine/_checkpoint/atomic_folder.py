@@ -158,6 +158,12 @@ def is_checkpoint(path: Path) -> bool:
     return os.path.isfile(path / SUMS) or os.path.isfile(path / MANIFEST)
 
 
+def name_checkpoint_below(path: Path) -> str:
+    """Return words that name the newest checkpoint in a folder or in its folders; empty if there is none."""
+    found = [each for depth in ("[!.]*", "[!.]*/[!.]*") for each in path.glob(f"{depth}/{MANIFEST}") if _is_ours(each)]
+    return f"; the newest below it is {max(found, key=os.path.getmtime).parent}" if found else ""
+
+
 def checkpoint_file_names(path: Path) -> set[str]:
     """Return the file names of the checkpoint at ``path``, even if it is damaged; none if it is no checkpoint."""
     try:

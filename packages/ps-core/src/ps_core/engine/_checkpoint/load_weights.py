@@ -15,7 +15,7 @@ from torch import nn
 from ps_core._errors import CheckpointMismatch, InvalidInput
 from ps_core._extents import Kind
 from ps_core._input_files import stays_inside
-from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, checked_path, is_checkpoint
+from ps_core.engine._checkpoint.atomic_folder import AtomicFolder, checked_path, is_checkpoint, name_checkpoint_below
 from ps_core.engine._checkpoint.checkpoint_tensors import BUFFERS, MASTERS, WEIGHTS, TensorSource
 from ps_core.engine._checkpoint.crc32 import Checksum
 from ps_core.engine._checkpoint.dense_memory import not_writable
@@ -106,8 +106,8 @@ def _files(path: Path) -> Iterator[SavedFile]:
         found = ", ".join(each.name for each in several) or "none"
         raise InvalidInput(
             f"{path}: expected a safetensors file, or a folder with {WHOLE}, {INDEX} or a checkpoint in it; "
-            f"safetensors files found: {found}. Name one of them; pickled weights (.bin, .pt) are not read: save them "
-            "anew as safetensors"
+            f"safetensors files found: {found}{name_checkpoint_below(path)}. Name one of them; pickled weights (.bin, "
+            ".pt) are not read: save them anew as safetensors"
         )
     yield from _single(chosen[0])
 

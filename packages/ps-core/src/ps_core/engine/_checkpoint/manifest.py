@@ -26,7 +26,7 @@ import torch
 
 from ps_core._errors import CheckpointDamaged, CheckpointMismatch, InvalidInput
 from ps_core._version import __version__
-from ps_core.engine._checkpoint.atomic_folder import FORMAT, MANIFEST, SUMS, is_checkpoint
+from ps_core.engine._checkpoint.atomic_folder import FORMAT, MANIFEST, SUMS, is_checkpoint, name_checkpoint_below
 from ps_core.engine._checkpoint.completeness import wrong_tensors, wrong_values
 from ps_core.engine._checkpoint.crc32 import Checksum
 from ps_core.engine._checkpoint.direct_io import open_new
@@ -204,7 +204,8 @@ def read_manifest(path: Path, *, files_too: bool = True) -> SavedCheckpoint:
     With ``files_too`` false, only the manifest is checked.
     """
     if not is_checkpoint(path):
-        raise InvalidInput(f"there is no checkpoint at {path}: expected a folder that save_checkpoint wrote")
+        below = name_checkpoint_below(path)
+        raise InvalidInput(f"there is no checkpoint at {path}: expected a folder that save_checkpoint wrote{below}")
     sums = _read_sums(path)
     text = _read(path / MANIFEST)
     compare_checksums(path / MANIFEST, _checksum(text), sums[MANIFEST])
