@@ -32,6 +32,10 @@ from ps_core._plan import (
     Step,
     Tier,
 )
+from ps_core._planner.eviction_policy import Policy
+from ps_core._planner.make_plan import make_plan
+from ps_core._planner.placement import filled
+from ps_core._planner.tier_division import make_frame
 from ps_core._program import Program
 from ps_core._trace import Activation, Moment, Phase, Tensor, Trace
 from ps_core._verify import faults, verify
@@ -427,6 +431,25 @@ def test_a_norm_that_is_not_waited_for():
     fault = fault_of(made, replace(plan, segments=segments))
     assert "found none that is waited for" in str(fault)
     assert set(fault.others) <= norms
+
+
+def test_a_group_is_stepped_in_backward_once_its_norm_is_known():
+    """The norm finds gradients that are not finite, before anything is changed."""
+    made = program(precision=Precision.FP32)
+    tiers = (Tier("device", 1 << 16), Tier("host", 1 << 16))
+    placement = filled(made, tiers, resident=0, streamed=frozenset(made.stepped), in_backward=True)
+    plan = make_plan(make_frame(made, tiers, placement, Policy.BELADY))
+    verify(made, plan)
+    rows = list(plan.segment(LAST).instrs)
+    norm = next(row for row in rows if isinstance(row.op, Norm))
+    step = next(row for row in rows if isinstance(row.op, Step) and row.op.group == norm.op.group)
+    assert rows.index(norm) < rows.index(step)
+    rows.remove(norm)
+    rows.insert(rows.index(step) + 1, replace(norm, after=(*norm.after, step.id)))
+    kept = [replace(row, after=tuple(each for each in row.after if each != norm.id or row is not step)) for row in rows]
+    segments = tuple(Segment(LAST, tuple(kept)) if row.name is LAST else row for row in plan.segments)
+    found = str(fault_of(made, replace(plan, segments=segments)))
+    assert f"expected the norm of group {norm.op.group} before its step; found none before it" in found
 
 
 def ill_typed(plan, what):

@@ -313,15 +313,22 @@ class Contents:
     def _decide(self, op: Decide) -> None:
         self._collective(op.seq)
         self._decisions += 1
-        for group, part in self._norms.items():
-            if part is None or not part.before(self._clock):
-                found = "none before it" if part is None else "none that is waited for"
-                raise Fault(f"the norm of group {group} before the decision", found, others=ids([part] if part else []))
+        for group in self._norms:
+            self._check_normed(group, "the decision")
+
+    def _check_normed(self, group: int, use: str) -> None:
+        """Raise `Fault` unless this instruction waits for the group's norm, which finds gradients that are not finite."""
+        part = self._norms[group]
+        if part is None or not part.before(self._clock):
+            found = "none before it" if part is None else "none that is waited for"
+            raise Fault(f"the norm of group {group} before {use}", found, others=ids([part] if part else []))
 
     # Updates.
 
     def _step(self, op: Step) -> None:
         gradient = self._learning(op.group)
+        if self._segment is SegmentName.MICRO_LAST:
+            self._check_normed(op.group, "its step")
         kinds = self._program.home_kinds(op.group)
         if len(op.slots) != len(kinds):
             raise Fault(f"{len(kinds)} slots", f"{len(op.slots)}")
