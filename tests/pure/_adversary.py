@@ -313,6 +313,8 @@ class Machine:
         kinds = program.home_kinds(op.group)
         if len(op.slots) != len(kinds):
             raise Broken(f"a step of {op.group} takes {len(kinds)} slots")
+        if self.segment is SegmentName.MICRO_LAST and op.group not in self.parts:
+            raise Broken(f"{op.group} is stepped before its norm is known")
         self._together(queue, *op.slots)
         for kind, number in zip(kinds, op.slots, strict=True):
             extent = Extent(kind, op.group)

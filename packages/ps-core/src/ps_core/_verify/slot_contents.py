@@ -317,7 +317,7 @@ class Contents:
             self._check_normed(group, "the decision")
 
     def _check_normed(self, group: int, use: str) -> None:
-        """Raise `Fault` unless this instruction waits for the group's norm, which finds gradients that are not finite."""
+        """Raise `Fault` unless this waits for the group's norm, which finds gradients that are not finite."""
         part = self._norms[group]
         if part is None or not part.before(self._clock):
             found = "none before it" if part is None else "none that is waited for"
