@@ -40,10 +40,11 @@ class HomePlacement:
         """Note that home slots are not where the plan, which has just been put in force, has them."""
         self.elsewhere = True
 
-    def move_down(self, needed_bytes: int | None = None) -> None:
+    def move_down(self, needed_bytes: int | None = None, *, sums: bool = True) -> None:
         """Move home slots off the compute tier until ``needed_bytes`` are free; None: as far as lower tiers have room.
 
-        They are then as before there was a plan. Nothing is moved while memory has live aliases.
+        They are then as before there was a plan. Nothing is moved while memory has live aliases. ``sums``: leave room
+        to sum a gradient.
         """
         engine, store = self._engine, self._engine.store
         capacity = store.tiers[0].capacity_bytes
@@ -52,7 +53,7 @@ class HomePlacement:
         groups = [group for group in reversed(engine.groups) if not group.pinned]
         if group_with_aliases(groups) is not None:
             return
-        moves = _downward(store, groups)
+        moves = _downward(store, groups, sums=sums)
         first = next(moves, None)
         if first is None:
             return
@@ -74,6 +75,10 @@ class HomePlacement:
         """Move home slots down until the compute tier can hold all weights, and an fp32 copy of them."""
         weights = [(group.weight_chunk, group.chunk_numel) for group in self._engine.groups]
         self.move_down(sum(chunk.bytes * (chunk.home.tier > 0) + numel * 4 for chunk, numel in weights))
+
+    def make_room_to_step(self) -> None:
+        """Move home slots down, before a step on demand: until the next pass no gradient is summed."""
+        self.move_down(sums=False)
 
     def plan_abandoned(self, plan: EnginePlan, *, needs_more: bool) -> None:
         """Move down the home slots of a plan left within a segment, if it lent some, so that on-demand moves have room.
@@ -107,9 +112,9 @@ class HomePlacement:
             residency.transfers.release_slot(old)
 
 
-def _downward(store: TierStore, groups: list[ParamGroup]) -> Iterator[tuple[Chunk, int]]:
+def _downward(store: TierStore, groups: list[ParamGroup], *, sums: bool = True) -> Iterator[tuple[Chunk, int]]:
     """Yield the chunks to move down and their tiers; each tier has room once the earlier moves are done."""
-    spare = _spare(store, groups)
+    spare = _spare(store, groups, sums=sums)
     for tier in range(len(store.tiers) - 1):
         chunks = [chunk for group in groups for chunk in group.chunks.values() if chunk.home.tier == tier]
         for chunk in chunks:
@@ -119,11 +124,11 @@ def _downward(store: TierStore, groups: list[ParamGroup]) -> Iterator[tuple[Chun
                 yield chunk, lower
 
 
-def _spare(store: TierStore, groups: list[ParamGroup]) -> tuple[int, ...]:
-    """Return the bytes that each tier keeps free: for one group above a disk, and for summing one gradient."""
-    sums = [record.numel * 4 for group in groups for record in group.tensors if record.trainable]
+def _spare(store: TierStore, groups: list[ParamGroup], *, sums: bool) -> tuple[int, ...]:
+    """Return the bytes that each tier keeps free: for one group above a disk, and with ``sums`` for one gradient."""
+    numels = [record.numel for group in groups for record in group.tensors if record.trainable]
     wholes = [sum(chunk.bytes for chunk in group.chunks.values()) for group in groups]
-    last = max(sums, default=0)
+    last = max(numels, default=0) * 4 * sums
     return (0, *(max([*wholes, last]) for _ in store.tiers[1:-1]), last)
 
 

@@ -385,9 +385,11 @@ class PlanScheduler:
         plan, homes = self._in_force.plan, self._homes
         if homes.displaced and (plan is None or not homes.move_to_plan(plan)):
             homes.move_down()
-        if plan is None or homes.elsewhere or not fits_step(plan, self._engine.groups):
-            return False
         engine = self._engine
+        if plan is None or homes.elsewhere or not fits_step(plan, engine.groups):
+            if not engine.updater.has_room():
+                homes.make_room_to_step()
+            return False
         replay = self._replay(plan, SegmentName.STEP)
         for group in engine.groups:
             if group.fixed_tier is None:

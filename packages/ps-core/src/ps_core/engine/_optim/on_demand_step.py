@@ -40,18 +40,27 @@ class OnDemandStepper:
 
     def step(self, settings_of: SettingsOf, factor: float) -> None:
         """Step every group with a gradient; raise `DoesNotFit` before any is stepped, if one has no room."""
-        groups = []
-        for group in self._groups:
-            if any(record.gradient is not GradientPlace.NONE for record in group.tensors):
-                groups.append(group)
+        groups = self._groups_to_step()
         if not self._store.resident:
             self._check_room(groups)
         for group in groups:
             self.step_one(group, settings_of, factor)
 
+    def _groups_to_step(self) -> list[ParamGroup]:
+        """Return the groups with a gradient."""
+        groups = []
+        for group in self._groups:
+            if any(record.gradient is not GradientPlace.NONE for record in group.tensors):
+                groups.append(group)
+        return groups
+
+    def has_room(self) -> bool:
+        """Return True if each group with a gradient has room for its copies on some tier."""
+        return self._store.resident or all(self._tier_with_room(group) is not None for group in self._groups_to_step())
+
     def step_one(self, group: ParamGroup, settings_of: SettingsOf, factor: float) -> None:
         """Step one group."""
-        kinds, tier = _kinds_of(group), self._store.work_tier(group.chunks[Kind.P32].home.tier)
+        kinds, tier = _kinds_of(group), self._step_tier(group)
         slots = self._copies_on(group, kinds, tier)
         copies = {kind: group.chunks[kind].copies.get(tier) for kind in kinds}
         queue = Queue.CPU if tier else Queue.COMPUTE
@@ -66,9 +75,8 @@ class OnDemandStepper:
         """Reserve what the largest copies of one group take on each tier, and release it again."""
         largest: dict[int, list[int]] = {}
         for group in groups:
-            tier = self._store.work_tier(group.chunks[Kind.P32].home.tier)
-            chunks = [group.chunks[kind] for kind in _kinds_of(group)]
-            sizes = [chunk.bytes for chunk in chunks if chunk.home.tier != tier]
+            tier = self._step_tier(group)
+            sizes = _sizes_of_copies(group, tier)
             if sum(sizes) > sum(largest.get(tier, ())):
                 largest[tier] = sizes
         for tier, sizes in largest.items():
@@ -79,6 +87,23 @@ class OnDemandStepper:
             finally:
                 for slot in slots:
                     self._residency.transfers.release_slot(slot)
+
+    def _step_tier(self, group: ParamGroup) -> int:
+        """Return the tier to step a group on."""
+        tier = self._tier_with_room(group)
+        return self._store.work_tier(group.chunks[Kind.P32].home.tier) if tier is None else tier
+
+    def _tier_with_room(self, group: ParamGroup) -> int | None:
+        """Return the tier of a group's master, or else another one, with room for copies; None: none has room."""
+        store = self._store
+        nearest = store.work_tier(group.chunks[Kind.P32].home.tier)
+        if group.fixed_tier is not None:
+            return nearest
+        for tier in (nearest, *(each for each in range(len(store.tiers)) if not store.is_disk(each))):
+            used_besides = 0 if tier else store.ledger.nonmodel_bytes
+            if sum(_sizes_of_copies(group, tier)) + used_besides <= store.free_bytes(tier):
+                return tier
+        return None
 
     def _copies_on(self, group: ParamGroup, kinds: list[Kind], tier: int) -> dict[Kind, Slot]:
         """Return slots on a tier with these kinds' current bytes; if there is no room for all, undo and raise."""
@@ -188,3 +213,9 @@ def _kinds_of(group: ParamGroup) -> list[Kind]:
     if any(record.gradient is GradientPlace.IN_ACCUMULATOR for record in group.tensors):
         kinds.append(Kind.ACC)
     return kinds
+
+
+def _sizes_of_copies(group: ParamGroup, tier: int) -> list[int]:
+    """Return the bytes of each copy that a group's step takes on a tier."""
+    chunks = [group.chunks[kind] for kind in _kinds_of(group)]
+    return [chunk.bytes for chunk in chunks if chunk.home.tier != tier]
