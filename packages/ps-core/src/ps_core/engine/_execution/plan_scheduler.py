@@ -387,8 +387,10 @@ class PlanScheduler:
             homes.move_down()
         engine = self._engine
         if plan is None or homes.elsewhere or not fits_step(plan, engine.groups):
-            if not engine.updater.has_room():
+            if not engine.resident and not engine.updater.has_room():
                 homes.make_room_to_step()
+                if self._in_force.refusal is not None and not engine.updater.has_room():
+                    raise self._in_force.refusal
             return False
         replay = self._replay(plan, SegmentName.STEP)
         for group in engine.groups:
@@ -416,7 +418,7 @@ class PlanScheduler:
             self._recover()  # in a loop that never calls the model itself
         self._before_step = self._engine.passes.gradient_passes
         if self._in_force.found is not None:
-            self._in_force.replan()
+            self._in_force.replan_if_possible()
         elif self._others.in_a_row:
             self._others.end_row()
 

@@ -40,27 +40,28 @@ class OnDemandStepper:
 
     def step(self, settings_of: SettingsOf, factor: float) -> None:
         """Step every group with a gradient; raise `DoesNotFit` before any is stepped, if one has no room."""
-        groups = self._groups_to_step()
+        groups = []
+        for group in self._groups:
+            if any(record.gradient is not GradientPlace.NONE for record in group.tensors):
+                groups.append(group)
         if not self._store.resident:
             self._check_room(groups)
         for group in groups:
             self.step_one(group, settings_of, factor)
 
-    def _groups_to_step(self) -> list[ParamGroup]:
-        """Return the groups with a gradient."""
-        groups = []
-        for group in self._groups:
-            if any(record.gradient is not GradientPlace.NONE for record in group.tensors):
-                groups.append(group)
-        return groups
-
     def has_room(self) -> bool:
         """Return True if each group with a gradient has room for its copies on some tier."""
-        return self._store.resident or all(self._tier_with_room(group) is not None for group in self._groups_to_step())
+        for group in self._groups:
+            gains = any(record.gradient is not GradientPlace.NONE for record in group.tensors)
+            if gains and self._tier_with_room(group) is None:
+                return False
+        return True
 
     def step_one(self, group: ParamGroup, settings_of: SettingsOf, factor: float) -> None:
         """Step one group."""
-        kinds, tier = _kinds_of(group), self._step_tier(group)
+        kinds, tier = _kinds_of(group), self._store.work_tier(group.chunks[Kind.P32].home.tier)
+        if not self._store.resident:
+            tier = self._step_tier(group)
         slots = self._copies_on(group, kinds, tier)
         copies = {kind: group.chunks[kind].copies.get(tier) for kind in kinds}
         queue = Queue.CPU if tier else Queue.COMPUTE
@@ -100,8 +101,8 @@ class OnDemandStepper:
         if group.fixed_tier is not None:
             return nearest
         for tier in (nearest, *(each for each in range(len(store.tiers)) if not store.is_disk(each))):
-            used_besides = 0 if tier else store.ledger.nonmodel_bytes
-            if sum(_sizes_of_copies(group, tier)) + used_besides <= store.free_bytes(tier):
+            size, besides = sum(_sizes_of_copies(group, tier)), 0 if tier else store.ledger.nonmodel_bytes
+            if not size or size + besides <= store.free_bytes(tier):
                 return tier
         return None
 
