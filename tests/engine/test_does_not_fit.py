@@ -356,19 +356,19 @@ def test_kept_parameters_beyond_the_device() -> None:
     assert eval(caught.value.remedies[1].partition(": ")[0]) == Options(group_bytes=2**14)
 
 
-def test_a_group_beyond_the_host(tmp_path: Path) -> None:
-    """Which more disk would not help; what a plan takes is said, since a plan may have room for the step."""
-    needed = 917_504
+@pytest.mark.parametrize(("device", "what", "needed"), [(2**19, "step", 917_504), (2**20, "prologue", 262_144)])
+def test_a_group_beyond_the_host(device: int, what: str, needed: int, tmp_path: Path) -> None:
+    """Which more disk would not help: a larger device has room for the step, but a weight passes through the host."""
 
     def attempt(host: int) -> None:
-        budget = Budget(device=2**19, host=host, disk="64MiB", disk_dir=str(tmp_path))
+        budget = Budget(device=device, host=host, disk="64MiB", disk_dir=str(tmp_path))
         one_step(WithLoss(), torch.randn(8, 256), budget, Options(group_bytes=2**17), "bf16", 1)
 
     with pytest.raises(DoesNotFit) as caught:
         attempt(2**16)
-    assert str(caught.value).startswith(f"does not fit: host needs {needed:,} bytes at 'step of layers.0.weight'")
+    assert str(caught.value).startswith(f"does not fit: host needs {needed:,} bytes at '{what} of layers.0.weight'")
     assert caught.value.remedies == (
-        f'Budget(device={2**19}, host={needed}, disk="64MiB", disk_dir="{tmp_path}"): '
+        f'Budget(device={device}, host={needed}, disk="64MiB", disk_dir="{tmp_path}"): '
         f"{(needed - 2**16) / 2**20:.1f} MiB more",
         "layers.0.weight cut into several parameters, of which one is used at a time",
         "model.get_parameter('layers.0.weight').requires_grad_(False): before chunked; it has no states then",

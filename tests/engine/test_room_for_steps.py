@@ -1,21 +1,18 @@
-"""Steps without a plan: on any tier with room, with home slots moved down, and also where no plan fits."""
+"""Steps without a plan are made on any tier that has room, and home slots are moved down for them."""
 
 from __future__ import annotations
 
 import copy
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from _runs import let_go
 from _states import masters_of
 from ps_core import AdamW, Budget, Options
 from ps_core.engine import chunked, statistics
-from ps_core.engine._execution.plan_in_force import PlanInForce
 
 ROOMY = Budget(device="16MiB", host="64MiB")
 
@@ -38,8 +35,8 @@ Passes = list[tuple[object, ...]]
 """The arguments of each call of the model in one step."""
 
 
-def trained(budget: Budget, model: nn.Module, steps: list[Passes], precision: str) -> tuple[dict[str, Tensor], int]:
-    """Train; return the masters and the number of passes that followed a plan."""
+def trained(budget: Budget, model: nn.Module, steps: list[Passes], precision: str) -> dict[str, Tensor]:
+    """Train, and return the masters."""
     model, optimizer = chunked(
         model,
         AdamW(lr=1e-2),
@@ -53,22 +50,21 @@ def trained(budget: Budget, model: nn.Module, steps: list[Passes], precision: st
             model(*arguments).backward()
         optimizer.step()
         optimizer.zero_grad()
-    found, told = masters_of(optimizer.state_dict(masters=True)), statistics(model)
-    for name, tier in told.tiers.items():
+    found = masters_of(optimizer.state_dict(masters=True))
+    for name, tier in statistics(model).tiers.items():
         assert tier.peak_bytes <= tier.budget_bytes, name
     let_go(model)
-    return found, told.planned_passes
+    return found
 
 
-def check(budget: Budget, model: nn.Module, steps: list[Passes], precision: str) -> int:
-    """Compare masters with those of a run with room for everything; return the number of planned passes."""
+def check(budget: Budget, model: nn.Module, steps: list[Passes], precision: str) -> None:
+    """Compare masters with those of a run with room for everything."""
     roomy = copy.deepcopy(model)
-    found, planned = trained(budget, model, steps, precision)
-    expected, _ = trained(ROOMY, roomy, steps, precision)
+    found = trained(budget, model, steps, precision)
+    expected = trained(ROOMY, roomy, steps, precision)
     assert found.keys() == expected.keys()
     for name, master in found.items():
         assert torch.equal(master, expected[name]), name
-    return planned
 
 
 @pytest.mark.parametrize("without", [(0,), (3,)])
@@ -92,50 +88,3 @@ def test_host_memory_that_a_plan_has_filled_is_freed_for_a_step(
     budget = Budget(device=200_000, host=host, disk=1_376_256 - host + spare, disk_dir=str(tmp_path))
     values = torch.randn(2, 128)
     check(budget, Layers(6, 128), [[(values, without)]] * 2 + [[(values,)]] * 2, "bf16")
-
-
-class Checkpointed(nn.Module):
-    """Blocks that are recomputed in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(5)
-        )
-
-    def forward(self, values: Tensor) -> Tensor:
-        for block in self.blocks:
-            values = values + checkpoint(block, values, use_reentrant=False)
-        return values.square().mean()
-
-
-@pytest.mark.parametrize(
-    ("precision", "device", "host", "disk"), [("fp32", 230_000, 60_202, 1_510_431), ("bf16", 2**20, 2**16, 2**26)]
-)
-def test_passes_go_on_on_demand_where_no_plan_fits(
-    precision: str,
-    device: int,
-    host: int,
-    disk: int,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The line that says so comes once, and plans are tried again after 1, 2, 4 ... passes."""
-    torch.manual_seed(0)
-    in_fp32 = precision == "fp32"
-    model = Checkpointed() if in_fp32 else Layers(3, 256)
-    steps: list[Passes] = [[(torch.randn(*((8, 4, 64) if in_fp32 else (8, 256))),)] for _ in range(6)]
-    budget = Budget(device=device, host=host, disk=disk, disk_dir=str(tmp_path))
-    caplog.set_level(logging.INFO, logger="ps_core")
-    without_plan: list[bool] = []
-    replan = PlanInForce.replan
-
-    def counted(in_force: PlanInForce) -> None:
-        without_plan.append(in_force.plan is None)
-        replan(in_force)
-
-    monkeypatch.setattr(PlanInForce, "replan", counted)
-    assert check(budget, model, steps, precision) == 0
-    assert caplog.text.count("no plan fits, so such passes run on demand: does not fit: ") == 1
-    assert sum(without_plan) == 3, "after passes 1, 2 and 4; the run with room has a plan from the start"

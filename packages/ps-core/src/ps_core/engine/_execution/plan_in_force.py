@@ -54,12 +54,6 @@ class PlanInForce:
         """True if the plan is from fake tensors; the pass that it serves is recorded all the same."""
         self.recorded = False
         """True if the plan is from a pass that ran."""
-        self.refusal: DoesNotFit | None = None
-        """Why no plan fits the last recorded pass; None: one does, or none was asked for."""
-        self._refused_batch = BatchShape()
-        """The batch of that pass."""
-        self._refusals = self._skipped = 0
-        """How often no plan was found in a row, and the number of recorded passes since."""
         self._spare_bytes = 0
         """Bytes left free beyond the peak of non-model bytes, since the device ran out of memory."""
 
@@ -84,8 +78,7 @@ class PlanInForce:
 
     def forget(self) -> None:
         """Drop the plan and all that it was made from, or was to be."""
-        self.plan = self.found = self.source = self.refusal = None
-        self._refusals = 0
+        self.plan = self.found = self.source = None
         self.estimated = self.recorded = False
         self._others.begin_plan()
         self._measured.begin_plan(None)
@@ -125,26 +118,6 @@ class PlanInForce:
                 self.found = self.source
                 return
         self.plan, self.estimated = None, False  # so the next pass is served and recorded on demand
-
-    def replan_if_possible(self) -> None:
-        """Make a plan as `replan` does; if none fits, passes go on on demand, as the recorded one did.
-
-        The search takes time, so for such passes it is made again after 1, 2, 4, 8 ... of them only.
-        """
-        assert self.found is not None, "a pass was recorded"
-        _, batch = self.found
-        if self.refusal is not None and batch.covers(self._refused_batch):
-            self._skipped += 1
-            if self._skipped < 2 ** (self._refusals - 1):
-                self.found = None
-                return
-        try:
-            self.replan()
-        except DoesNotFit as error:
-            if self.refusal is None:
-                self._say(f"no plan fits, so such passes run on demand: {error}")
-            self.refusal, self._refused_batch = error.with_traceback(None), batch
-            self._refusals, self._skipped = self._refusals + 1, 0
 
     def replan(self) -> None:
         """Make a plan from the recorded pass that has none, if there is one."""
@@ -233,5 +206,4 @@ class PlanInForce:
             return False
         self._engine.store.ledger.note_foreseen(0)
         self.plan, self.batch, self.source = plan, batch, (recording, batch)
-        self.refusal, self._refusals = None, 0
         return True

@@ -389,8 +389,6 @@ class PlanScheduler:
         if plan is None or homes.elsewhere or not fits_step(plan, engine.groups):
             if not engine.resident and not engine.updater.has_room():
                 homes.make_room_to_step()
-                if self._in_force.refusal is not None and not engine.updater.has_room():
-                    raise self._in_force.refusal
             return False
         replay = self._replay(plan, SegmentName.STEP)
         for group in engine.groups:
@@ -418,7 +416,7 @@ class PlanScheduler:
             self._recover()  # in a loop that never calls the model itself
         self._before_step = self._engine.passes.gradient_passes
         if self._in_force.found is not None:
-            self._in_force.replan_if_possible()
+            self._in_force.replan()
         elif self._others.in_a_row:
             self._others.end_row()
 
