@@ -115,7 +115,7 @@ def test_a_folder_above_checkpoints_is_answered_with_the_newest(place: tuple[Run
     (above / "checkpoints" / ".step-11.ps-partial" / "manifest.json").write_text('{"format": "ps-core checkpoint"')
     (above / "step-12").mkdir()
     (above / "step-12" / "manifest.json").write_text("{}")
-    named = re.escape(f"; the newest below it is {above / 'checkpoints' / 'step-9'}")
+    named = re.escape(f"; the newest checkpoint below it is {above / 'checkpoints' / 'step-9'}")
     for use in (load_checkpoint, check_checkpoint, load_weights):
         arguments: Any = (run.model, above) if use is load_weights else (above,)
         more: Any = (run.model, run.optimizer) if use is load_checkpoint else ()

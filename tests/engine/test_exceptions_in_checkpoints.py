@@ -27,7 +27,7 @@ def checkpoint(function, *args):
     except StopIteration:
         return ret
 """
-"""What `torch.utils.checkpoint.checkpoint` did before PyTorch 2.13."""
+"""Runs a checkpoint as PyTorch before 2.13 does: an exception leaves its generator, and so its hooks, open."""
 
 
 def older() -> Callable[..., Tensor]:

@@ -161,7 +161,7 @@ def is_checkpoint(path: Path) -> bool:
 def name_checkpoint_below(path: Path) -> str:
     """Return words that name the newest checkpoint in a folder or in its folders; empty if there is none."""
     found = [each for depth in ("[!.]*", "[!.]*/[!.]*") for each in path.glob(f"{depth}/{MANIFEST}") if _is_ours(each)]
-    return f"; the newest below it is {max(found, key=os.path.getmtime).parent}" if found else ""
+    return f"; the newest checkpoint below it is {max(found, key=os.path.getmtime).parent}" if found else ""
 
 
 def checkpoint_file_names(path: Path) -> set[str]:
