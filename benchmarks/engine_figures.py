@@ -1,9 +1,10 @@
 """What the engine costs and moves, beside plain PyTorch in the same run: four figures.
 
-    python benchmarks/engine_figures.py [all-fits] [tight] [bytes] [bookkeeping] [--rounds 9] [--precision fp32 bf16]
+    python benchmarks/engine_figures.py [all-fits] [tight] [bytes] [bookkeeping] [--rounds 15] [--precision fp32 bf16]
 
 Contenders take turns, a training step each, in processes of their own; a ratio is taken within a round, so that what
-disturbs the machine disturbs both. Printed are medians, and the quartiles and the range of the ratios.
+disturbs the machine disturbs both. A process keeps the pages it was given, and with them its speed: so all are started
+anew after every few rounds. Printed are medians, and the quartiles and the range of the ratios.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from turns import ratios, spread, take_turns
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 14}
 LINK_BYTES_PER_S = 10e9
+STARTS = 3
+"""The number of times that the contenders' processes are started; with fewer rounds than this, once a round."""
 PARTS = (0.2, 0.35, 0.5, 0.65, 0.8)
 HOST = "4GiB"
 Step = Callable[[], None]
@@ -173,6 +176,25 @@ def behind_links(shape: Shape, precision: str, size: int) -> Iterator[Contender]
         yield counted, lambda: (statistics(model), copied_s, moved_bytes)
 
 
+def in_processes(
+    contenders: dict[str, Callable[[], OwnProcess]], rounds: int, **turns: int
+) -> tuple[dict[str, list[float]], list[Any]]:
+    """Return each contender's seconds in each round, and what "emulated" told after each start.
+
+    Each start is followed by as many rounds, so there are at most ``STARTS`` - 1 more than ``rounds``.
+    """
+    starts = min(STARTS, rounds)
+    each = -(-rounds // starts)
+    taken, told = {name: list[float]() for name in contenders}, list[Any]()
+    for start_number in range(starts):
+        with ExitStack() as processes:
+            started = {name: processes.enter_context(start()) for name, start in contenders.items()}
+            for name, seconds in take_turns(started, each, first=start_number * each, **turns).items():
+                taken[name] += seconds
+            told.append(started["emulated"].told())
+    return taken, told
+
+
 def show_speed(taken: dict[str, list[float]], shape: Shape, ours: str) -> float:
     """Print tokens a second, and the ratio to the faster plain loop; returns its median."""
     for name, seconds in taken.items():
@@ -231,14 +253,11 @@ def all_fits(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
     check(shape, precision)
     peak, data = peak_of_activations(shape, precision), parameters_of(shape) * BYTES_PER_PARAMETER[precision]
     budgets = {"emulated": Budget(device=2 * (peak + data), host=HOST), "cpu": Budget(host=HOST)}
-    with ExitStack() as processes:
-        start = processes.enter_context
-        contenders = {way: start(OwnProcess(plain, shape, way)) for way in PLAIN_WAYS[precision]}
-        contenders |= {
-            device: start(OwnProcess(with_room, shape, precision, device, budget)) for device, budget in budgets.items()
-        }
-        taken = take_turns(contenders, rounds)
-        found = contenders["emulated"].told()
+    contenders = {way: partial(OwnProcess, plain, shape, way) for way in PLAIN_WAYS[precision]}
+    for device, budget in budgets.items():
+        contenders[device] = partial(OwnProcess, with_room, shape, precision, device, budget)
+    taken, told = in_processes(contenders, rounds)
+    found = told[-1]
     print(f"  {found.groups} groups, {found.fetches} fetches, {found.moved_bytes}, {found.adam_backend}")
     return {
         ours: show_speed({**{way: taken[way] for way in PLAIN_WAYS[precision]}, ours: taken[ours]}, shape, ours)
@@ -252,15 +271,15 @@ def tight(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
     check(shape, precision)
     peak, data = peak_of_activations(shape, precision), parameters_of(shape) * BYTES_PER_PARAMETER[precision]
     size = peak + int(0.3 * data)
-    with ExitStack() as processes:
-        start = processes.enter_context
-        contenders = {way: start(OwnProcess(plain, shape, way)) for way in PLAIN_WAYS[precision]}
-        contenders["emulated"] = start(OwnProcess(behind_links, shape, precision, size))
-        taken = take_turns(contenders, rounds, warm_up=4)
-        found, copied_s, moved_bytes = contenders["emulated"].told()
-    ratio, each = show_speed(taken, shape, "emulated"), numbers.mean(moved_bytes[-rounds:])
-    computed = [all_s - copy_s for all_s, copy_s in zip(taken["emulated"], copied_s[-rounds:], strict=True)]
-    copied_ms, found_ratios = 1000 * numbers.median(copied_s[-rounds:]), ratios(taken[fastest_plain(taken)], computed)
+    contenders = {way: partial(OwnProcess, plain, shape, way) for way in PLAIN_WAYS[precision]}
+    contenders["emulated"] = partial(OwnProcess, behind_links, shape, precision, size)
+    taken, told = in_processes(contenders, rounds, warm_up=4)
+    last = -(len(taken["emulated"]) // len(told))
+    copied_s = [seconds for _, every, _ in told for seconds in every[last:]]
+    found, moved_bytes = told[-1][0], [count for _, _, every in told for count in every[last:]]
+    ratio, each = show_speed(taken, shape, "emulated"), numbers.mean(moved_bytes)
+    computed = [all_s - copy_s for all_s, copy_s in zip(taken["emulated"], copied_s, strict=True)]
+    copied_ms, found_ratios = 1000 * numbers.median(copied_s), ratios(taken[fastest_plain(taken)], computed)
     print(f"  without the link's copies ({copied_ms:.0f} ms of the computing thread): {spread(found_ratios)}")
     least, peak_bytes = least_moved(shape, precision, size, peak), found.tiers["device"].peak_bytes
     on_host = least_moved(shape, precision, size, peak, on_host=True)
@@ -346,7 +365,7 @@ FIGURES: dict[str, Callable[[Shape, str, int], dict[str, float]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description="Figures of the engine.")
     parser.add_argument("figures", nargs="*", default=[*FIGURES, "bookkeeping"])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"], choices=list(DTYPES))
     told = parser.parse_args()
     for name in told.figures:

@@ -32,10 +32,13 @@ Step = Callable[[], None]
 
 
 def huge(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in memory of their own."""
-    room = mmap.mmap(-1, max(numel * dtype.itemsize, 1))
+    """Zeros in memory of their own, in huge pages where the system gives them."""
+    size_bytes = max(numel * dtype.itemsize, 1)
     if hasattr(mmap, "MADV_HUGEPAGE"):
+        room = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
         room.madvise(mmap.MADV_HUGEPAGE)
+    else:
+        room = mmap.mmap(-1, size_bytes)
     return torch.frombuffer(room, dtype=dtype, count=numel)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 import engine_figures as figures
+from turns import take_turns
 
 SMALL = figures.Shape(layers=3, hidden=64, heads=2, vocabulary=96, batch=2, length=16)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_speed_where_all_fits(precision: str) -> None:
+def test_speed_where_all_fits(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "STARTS", 1)
     assert set(figures.all_fits(SMALL, precision, 2)) == {"emulated", "cpu"}
 
 
@@ -19,6 +21,17 @@ def test_speed_where_little_fits(precision: str) -> None:
     found = figures.tight(SMALL, precision, 2)
     assert found["peak / budget"] <= 1
     assert found["least / moved"] <= 1
+
+
+def test_turns_go_on_after_a_new_start() -> None:
+    def order(*starts: int) -> list[str]:
+        made: list[str] = []
+        steps = {name: lambda name=name: made.append(name) for name in "abc"}
+        for number, rounds in enumerate(starts):
+            take_turns(steps, rounds, warm_up=0, first=number * rounds)
+        return made
+
+    assert order(4, 4, 4) == order(12)
 
 
 def test_bytes_moved() -> None:

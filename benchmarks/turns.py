@@ -12,17 +12,19 @@ def take_turns(
     rounds: int,
     warm_up: int = 3,
     clock: Callable[[], float] = time.perf_counter,
+    first: int = 0,
 ) -> dict[str, list[float]]:
     """Return each contender's seconds in each round; who begins, and who comes before whom, changes each round.
 
-    A step finds the heap as the step before left it: where the allocator gave much back, pages are taken anew.
+    ``first``: the number of rounds before, with other processes. A step finds the heap as the step before left it:
+    where the allocator gave much back, pages are taken anew.
     """
     for step in steps.values():
         for _ in range(warm_up):
             step()
     taken: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
-    for turn in range(rounds):
+    for turn in range(first, first + rounds):
         order = names[turn % len(names) :] + names[: turn % len(names)]
         for name in reversed(order) if turn % 2 else order:
             start = clock()

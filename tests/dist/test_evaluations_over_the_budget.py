@@ -98,16 +98,17 @@ def first_pass(
     return raised, tier.peak_bytes > tier.budget_bytes
 
 
+@pytest.mark.parametrize("every", [20, pytest.param(10, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("order", [1, -1], ids=["sums in turn", "sums in another order"])
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_pass_without_a_plan_raises_if_it_went_over_the_budget(
-    device: str, precision: str, training: bool, order: int
+    device: str, precision: str, training: bool, order: int, every: int
 ) -> None:
     """From some number of samples on it does not fit, on any rank. Up to there it keeps to the budget."""
     raised = []
-    for samples in range(1, 202, 10):
+    for samples in range(1, 202, every):
         case = partial(first_pass, samples=samples, training=training, order=order)
         mine, yours = run(2, partial(case, device=device, precision=precision))[0]
         assert mine == yours

@@ -132,8 +132,15 @@ def loop(place: Place, burns: tuple[int, ...], checkpointing: bool) -> Callable[
     return train
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("checkpointing", "precision"),
+    [
+        pytest.param(False, "fp32", id="kept-fp32"),
+        pytest.param(True, "bf16", id="recomputed-bf16"),
+        pytest.param(False, "bf16", id="kept-bf16", marks=pytest.mark.soak),
+        pytest.param(True, "fp32", id="recomputed-fp32", marks=pytest.mark.soak),
+    ],
+)
 @pytest.mark.parametrize("place", PLACES, ids=[place.__name__ for place in PLACES])
 def test_the_next_step_is_right(place: Place, checkpointing: bool, precision: str) -> None:
     """Interrupted in the first step, in one that is replayed, and in two that follow each other."""

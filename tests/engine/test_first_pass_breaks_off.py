@@ -136,10 +136,10 @@ def break_off(model: nn.Module, place: str, fuse: Fuse, rows: int = ROWS) -> Non
 
 LOOPS = [
     Loop("fp32"),
-    Loop("bf16"),
+    pytest.param(Loop("bf16"), marks=pytest.mark.soak),
     Loop("fp32", accumulate=2, recomputed=True),
     Loop("bf16", accumulate=2),
-    Loop("bf16", recomputed=True),
+    pytest.param(Loop("bf16", recomputed=True), marks=pytest.mark.soak),
 ]
 
 

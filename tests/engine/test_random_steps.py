@@ -161,7 +161,7 @@ class Place:
 seen: Counter[str] = Counter()
 
 
-@settings(max_examples=40)
+@settings(max_examples=24)
 @given(
     program=programs(),
     step=st.sampled_from(["speculative", "speculative", "speculative", "in_backward", "after_backward"]),

@@ -118,6 +118,7 @@ def check_early(early: list[tuple[int, bool]], found: Any) -> None:
     undone = sum(count for count, clipped in early if clipped)
     assert 0 < undone < sum(count for count, _ in early)
     assert found.undone_group_steps == undone
+    assert found.group_steps_in_backward == sum(count for count, _ in early)
 
 
 def nag(**told: Any) -> Any:

@@ -116,9 +116,10 @@ def rows_trained(build: Callable[[], nn.Module], device: Any, precision: str, si
         optimizer.step()
         optimizer.zero_grad()
     logs += [value.clone() for value in model.state_dict().values()]
-    divergences = statistics(model).divergences
+    found = statistics(model)
+    assert found.group_steps_in_backward == within
     let_go(model)
-    return logs, within, divergences
+    return logs, within, found.divergences
 
 
 def stepped(model: nn.Module) -> Any:

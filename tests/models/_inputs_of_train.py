@@ -43,7 +43,7 @@ def prepare(base: Path) -> None:
     save_lines(base / "long.jsonl", [{"prompt": "a" * 20, "completion": "b"} for _ in range(40)])
     save_lines(base / "lines.jsonl", [{"text": f"{n} words"} for n in range(60)])
     save_lines(base / "brief.jsonl", [{"prompt": f"{n}", "completion": "b"} for n in range(40)])
-    for kind in ("llama", "llama tied", "mamba", "mixtral"):
+    for kind in ("llama", "llama tied", "mamba", "mixtral", "bert"):
         save_model(base / kind.replace(" ", "-"), kind)
         save_tokenizer(base / kind.replace(" ", "-"))
     save_tokenizer(base / "tokenizer")
@@ -51,6 +51,7 @@ def prepare(base: Path) -> None:
     (base / "empty").mkdir()
     changed(base / "llama", base / "no-end", "tokenizer_config.json", lambda found: found.pop("eos_token"))
     changed(base / "llama", base / "small", "config.json", lambda found: found.update(vocab_size=200))
+    changed(base / "bert", base / "encoder", "config.json", lambda found: found.pop("is_decoder"))
     changed(base / "llama", base / "wider", "config.json", lambda found: found.update(intermediate_size=48))
     (shutil.copytree(base / "llama", base / "no-weights") / "model.safetensors").unlink()
     part = shutil.copytree(base / "llama", base / "part") / "model.safetensors"
@@ -98,17 +99,18 @@ def without(part: str, package: str, wrong: Callable[[], Any], *right: Callable[
 def unreadable(path: str, read: Callable[[], Any]) -> Callable[[], Any]:
     """Return a function that reads while the system refuses to open a file: no right is refused to root."""
 
-    def fail(*arguments: Any, **named: Any) -> Any:
-        if str(arguments[0]).endswith(path):
-            raise PermissionError(13, "Permission denied")
-        return opened(*arguments, **named)
+    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(name: Any, *arguments: Any, **named: Any) -> Any:
+            if str(name).endswith(path):
+                raise PermissionError(13, "Permission denied")
+            return function(name, *arguments, **named)
 
-    opened = os.open
+        return opened
 
     def tried() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "open", fail)
-            patch.setattr(Path, "read_bytes", lambda self: fail(self) or b"")
+            patch.setattr(os, "open", refusing(os.open))
+            patch.setattr(Path, "read_bytes", refusing(Path.read_bytes))
             read()
 
     return tried

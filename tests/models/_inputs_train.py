@@ -221,6 +221,8 @@ command("{}: cannot read the tokenizer in {}", "--tokenizer empty", "--tokenizer
 command("has no token that ends a text; allowed is one with an eos_token", "--tokenizer no-end", "--tokenizer llama")
 command("--seq: found {}, allowed with {} is at most {}", "--hf llama --seq 65", "--hf llama --seq 64")
 command("has no causal language model of transformers", "--hf empty", "--hf llama")
+# Transformers gives any BERT a head for the next token, but only a decoder hides that token from it.
+command('has a {} without "is_decoder": true', "--hf encoder", "--hf bert")
 command("--hf: cannot read the weights in", "--hf no-weights", "--hf llama")
 command("--tokenizer: found one of {} tokens, allowed with", "--hf small", "--hf llama")
 command(
@@ -403,6 +405,13 @@ def conversations() -> None:
 command(
     "--out: cannot make {}: {}; allowed is a folder that can be written to", "--out words.txt/run", "--out texts/run"
 )
+row(
+    "--out: cannot write in {}: {}; allowed is a folder that can be written to",
+    unreadable(".lock", lambda: train("--out run")),
+    lambda: train("--out another"),
+)
+DISK_IN = "--device emulated --device-memory 1MiB --disk 1MiB --disk-dir"
+command("--disk-dir: cannot make {}: {}; allowed is", f"{DISK_IN} words.txt", f"{DISK_IN} texts", f"{DISK_IN} new")
 
 
 @case("holds a run without run.json; allowed is a new folder, or a whole run")

@@ -39,6 +39,7 @@ MODELS: dict[str, Any] = {
         hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, vocab_size=264, rescale_every=0
     ),
     "mamba": transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=4, vocab_size=264),
+    "bert": transformers.BertConfig(**SIZES, is_decoder=True),
 }
 
 

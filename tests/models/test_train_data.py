@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -153,10 +154,36 @@ def test_json_lines_text_and_folders(tmp_path: Path) -> None:
     run = found.train[0].tolist()
     assert Bytes().decode(run) == "firsécothi"
     assert run.count(Bytes.end) == 3
-    assert found.told == f"{tmp_path}: 3 documents, 14 tokens to train on, 9 held back"
+    others = "; 1 file not read, for their endings (.png 1)"
+    assert found.told == f"{tmp_path}: 3 documents, 14 tokens to train on, 9 held back{others}"
     one_by_one = corpus(options(tmp_path / "a.jsonl", tmp_path / "b.txt", seq=2, validation=0.4))
     assert one_by_one.digest == found.digest
     assert corpus(options(tmp_path / "b.txt", tmp_path / "a.jsonl", seq=2, validation=0.4)).digest != found.digest
+
+
+def test_files_of_other_endings_are_counted(tmp_path: Path) -> None:
+    for number, ending in enumerate([".js", ".js", ".js", ".ts", ".ts", ".rs", "", ".go"]):
+        (tmp_path / f"{number}{ending}").write_text("not read")
+    told = "8 files not read, for their endings (.js 3, .ts 2, no ending 1, .go 1, ...)"
+    with pytest.raises(InvalidInput, match=re.escape(told)):
+        corpus(options(tmp_path, seq=2))
+    (tmp_path / "read.md").write_text("read " * 9)
+    assert told in corpus(options(tmp_path, seq=2)).told
+    (tmp_path / "read.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 9)
+    assert told in corpus(options(tmp_path, seq=2)).told
+    assert "not read" not in corpus(options(tmp_path / "read.md", seq=2)).told
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "a.rs").touch()
+    for name in ("read.md", "read.jsonl"):
+        with pytest.raises(InvalidInput, match=r"--eval-data: .*; 1 file not read, for their endings \(\.rs 1\)"):
+            corpus(options(tmp_path / name, seq=2, eval_data=(str(tmp_path / "held"),)))
+
+
+def test_a_folder_is_read_whatever_its_folders_are_called(tmp_path: Path) -> None:
+    for name in ("train", "test", "tests"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"of {name}", "utf-8")
+    assert ": 3 documents, " in corpus(options(tmp_path, seq=2, validation=0.4)).told
 
 
 @pytest.mark.parametrize("line", ["{", "3", '{"txt": "a"}', '{"text": 3}', "[]", "null"])

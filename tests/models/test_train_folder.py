@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from _trainer import data, numbers, rows, train
 from ps_core import DoesNotFit
 from ps_core._units import format_bytes
-from ps_models.train import TrainOptions, _sample_text, main
+from ps_core.engine import save_checkpoint
+from ps_core.engine._parameters.errors import _PARTS
+from ps_models.train import TrainOptions, _loop, _run_folder, _sample_text, main
 from ps_models.train._error_hints import hint_for, in_options
-from test_train import BUDGET, at_step, checkpoints, kill_at_once
+from test_train import BUDGET, at_step, checkpoints, kill_at_once, kill_softly
 
 Capture = pytest.CaptureFixture[str]
 TOO_SMALL = ("--device", "emulated", "--device-memory", "1KB")
@@ -217,12 +222,117 @@ def test_any_remedy_is_put_in_options() -> None:
     ]
     error.remedies = ("half the batch or sequence: 5 less",)
     chunks = "--chunked-loss: not all logits are there at a time"
-    assert hint_for(error, TrainOptions(hf="folder", batch=4)).split("; try ")[1:] == [chunks, "--batch 2: 5 less"]
+    assert hint_for(error, TrainOptions(hf="folder", batch=4, seq=512)).split("; try ")[1:] == [
+        chunks,
+        "--batch 2: 5 less",
+    ]
     already = TrainOptions(hf="folder", batch=4, chunked_loss=True)
     assert hint_for(error, already).split("; try ")[1:] == ["--batch 2: 5 less"]
+    assert hint_for(error, already, begun=True).endswith("; try --batch 2: 5 less (with another --out)")
+    for part, words in _PARTS.items():
+        error.remedies = (f"{words} the batch or sequence: 5 less",)
+        assert hint_for(error, TrainOptions(batch=32)).split("; try ")[1:] == [f"--batch {32 // part}: 5 less"]
+    error.remedies = ("a quarter of the batch or sequence: 5 less",)
+    smaller = {8: "--batch 2: 5 less", 2: "--batch 1 --seq 128: 5 less", 1: "--seq 64: 5 less"}
+    for batch, told_then in smaller.items():
+        assert hint_for(error, TrainOptions(batch=batch)).split("; try ")[1:] == [told_then]
     error.remedies = ("HostEmbedding in place of nn.Embedding for bert.embeddings.word_embeddings.weight",)
     assert "; try" not in hint_for(error, TrainOptions(model="bert-base")), "its head needs all of it"
     assert in_options("a smaller Budget(device=...) or Budget.disk_dir") == "a smaller --device-memory or --disk-dir"
+
+
+def test_a_signal_before_the_first_step_says_that_nothing_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    resume = _loop.Loop.resume
+
+    def signalled(loop: _loop.Loop) -> bool:
+        kill_softly(signal.SIGTERM)()
+        return resume(loop)
+
+    monkeypatch.setattr(_loop.Loop, "resume", signalled)
+    assert train(tmp_path / "run", "--steps", 9) == 0
+    assert capsys.readouterr().out.endswith("SIGTERM: no step is done, so nothing is saved\n")
+
+
+def test_what_cannot_change_within_a_run_is_said_to_need_another(tmp_path: Path, capsys: Capture) -> None:
+    assert train(tmp_path / "run", *BUDGET, "--steps", 1) == 0
+    capsys.readouterr()
+    assert train(tmp_path / "run", "--device", "emulated", "--device-memory", "20KB", "--steps", 2) == 3
+    tries = capsys.readouterr().err.splitlines()[-1].split("; try ")[1:]
+    assert [each.split()[0] for each in tries] == ["--device-memory", "--untied-head", "--batch"]
+    assert [each.endswith("(with another --out)") for each in tries] == [False, True, True]
+
+
+def test_the_best_is_noted_before_old_checkpoints_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed while it removes an old checkpoint has lost nothing of the best one."""
+    words = ("--eval-every", 1, "--checkpoint-every", 1, "--keep", 1, "--keep-best", "--lr", "1e-2", "--warmup", 0)
+    assert train(tmp_path / "whole", *words, "--steps", 4) == 0
+    steps = [each.name for each in (tmp_path / "whole" / "checkpoints").glob("step-*")]
+    best = (tmp_path / "whole" / "checkpoints" / "best").read_text()
+    assert best.split()[0] == "step-00000004", "each step is better than the one before"
+    assert steps == ["step-00000004"], "what was the best before is gone"
+    out = tmp_path / "run"
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_run_folder.RunFolder, "saved", killed)
+        assert train(out, *words, "--steps", 4) == 130
+    assert not (out / "checkpoints" / "best").exists()
+    assert train(out, *words, "--steps", 1) == 0
+    assert (out / "checkpoints" / "best").read_text().startswith("step-00000001 ")
+
+
+def test_a_full_disk_says_where_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def save(path: Path, *args: Any, **told: Any) -> None:
+        with monkeypatch.context() as patch:
+            if path.name == "step-00000002":
+                patch.setattr(os, "fsync", full)
+            save_checkpoint(path, *args, **told)
+
+    monkeypatch.setattr(_loop, "save_checkpoint", save)
+    assert train(tmp_path / "run", "--checkpoint-every", 1, "--steps", 3) == 1
+    told = "(No space left on device): make room; the same command goes on from step 1\n"
+    assert capsys.readouterr().err.endswith(told)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".options.toml.new"])
+def test_a_full_disk_names_the_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    sync = os.fsync
+
+    def full(file: int) -> None:
+        if os.readlink(f"/proc/self/fd/{file}").endswith(f"/{name}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert train(tmp_path / "run", "--steps", 1) == 1
+    told = capsys.readouterr().err
+    shown = str(tmp_path / "run" / name.removeprefix(".").removesuffix(".new"))
+    rest = "make room, and run the same command again"
+    assert told == f"pstar-train: [Errno 28] No space left on device: {shown!r}: {rest}\n"
+    monkeypatch.undo()
+    assert train(tmp_path / "run", "--steps", 1) == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fcntl: runs are never locked")
+def test_a_file_system_without_locks_can_be_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    assert train(tmp_path / "run", "--steps", 1) == 0
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,7 @@ def test_a_yaml_file_says_the_same_as_a_toml_file(tmp_path: Path) -> None:
         ("- batch", "holds no options by name"),
         ("btach: 3", "sets 'btach', which is not an option; did you mean batch"),
         ("weight-decay: 0.1\nweight_decay: 0.2", "sets 'weight_decay' twice"),
+        ("batch: 4\nlr: 1\nbatch: 8", "sets 'batch' twice"),
         ("batch: 0", "--batch: found 0"),
     ],
 )

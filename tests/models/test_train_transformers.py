@@ -363,6 +363,15 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path, capsys: Capture) -> None:
     assert "--hf: cannot read the tokenizer in" in capsys.readouterr().err
 
 
+def test_why_a_folder_has_no_causal_model_is_said_briefly(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "t5"
+    transformers.T5Config(vocab_size=32, d_model=8, d_ff=8, num_layers=1, num_heads=1).save_pretrained(folder)
+    assert main(words(tmp_path, kind="t5")) == 2
+    told = capsys.readouterr().err
+    assert "has no causal language model of transformers: " in told
+    assert len(told) < 500, "without all that transformers has"
+
+
 def test_a_sample_is_made_by_transformers(tmp_path: Path, capsys: Capture) -> None:
     command = words(tmp_path, "--sample", 99, "--prompt", "What", "--temperature", 0)
     said = []

@@ -29,9 +29,17 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(*((os, "fsync", refuse) if fails == "fsync" else (Path, "replace", refuse)))
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as raised:
         write_text_atomically(path, "new")
     assert path.read_text(encoding="utf-8") == "old"
+    if fails == "fsync":
+        assert raised.value.filename == str(path)
+
+
+def test_an_error_that_names_a_file_keeps_its_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as raised:
+        write_text_atomically(tmp_path / "missing" / "settings.json", "text")
+    assert raised.value.filename == str(tmp_path / "missing" / ".settings.json.new")
 
 
 def test_text_and_names_are_on_the_disk_before_the_write_returns(

@@ -22,13 +22,15 @@ from torch.utils._pytree import tree_map_only
 from ps_core import InvalidInput
 from ps_models._loss import IGNORED, head_loss, next_labels
 
+CHUNK_TOKENS = 1024
+"""Tokens whose logits are there at a time, unless a program asks for another number."""
 _WHOLE_LOSS = "ForCausalLMLoss"
 """The name of transformers' loss of the next token."""
 _with_labels: ContextVar[bool] = ContextVar("with_labels", default=False)
 """True while a model computes its own loss."""
 
 
-def use_chunked_loss(model: nn.Module, tokens: int = 1024) -> None:
+def use_chunked_loss(model: nn.Module, tokens: int = CHUNK_TOKENS) -> None:
     """Compute the loss of a model of transformers in chunks of ``tokens`` tokens, not from all logits at once.
 
     The causal language model is changed in place, and may have adapters of PEFT. If ``model`` has several, the first is

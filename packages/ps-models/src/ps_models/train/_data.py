@@ -26,7 +26,7 @@ from torch import Tensor
 from ps_core._errors import InvalidInput
 from ps_models.train._examples import Document, key_of
 from ps_models.train._options import TrainOptions
-from ps_models.train._text_sources import TOKENS, documents, standard_library
+from ps_models.train._text_sources import TOKENS, documents, standard_library, told_of_unread
 from ps_models.train._token_files import digest_of, open_token_file
 from ps_models.train._tokenizers import Bytes, Tokenizer, tokenizer
 from ps_models.train._training_samples import Samples
@@ -92,12 +92,14 @@ def _paths(option: str, names: Sequence[str]) -> list[Path]:
 def _check_enough(found: Corpus, options: TrainOptions) -> None:
     """Raise `InvalidInput` if there is no sequence to train on, or none to validate with."""
     for number, side in enumerate(("train", "validation")):
-        option = "--eval-data" if number and options.eval_data else "--data"
+        own = bool(number and options.eval_data)
+        option, names = ("--eval-data", options.eval_data) if own else ("--data", options.data)
         if found.samples is not None:
             samples = found.samples[number]
             if not len(samples) and not samples.left_out:
                 raise InvalidInput(
                     f"{option}: found no document for {side}; allowed are two or more, or --eval-data for validation"
+                    f"{told_of_unread(names)}"
                 )
             if not len(samples):
                 raise InvalidInput(
@@ -110,6 +112,7 @@ def _check_enough(found: Corpus, options: TrainOptions) -> None:
             raise InvalidInput(
                 f"{option}: {sum(map(len, runs)):,} tokens for {side} are no sequence of {options.seq}; allowed is "
                 f"more data, a smaller --seq, or {'a larger' if number else 'another'} --validation"
+                f"{told_of_unread(names)}"
             )
 
 
@@ -122,6 +125,7 @@ def _of_text(paths: Sequence[Path], held_paths: Sequence[Path], options: TrainOp
     every = [document for path in paths for document in documents(path)] if paths else list(standard_library())
     apart = [document for path in held_paths for document in documents(path, "--eval-data")]
     texts = [document for document in (*every, *apart) if isinstance(document, bytes)]
+    source, unread = source_of(options), told_of_unread((*paths, *held_paths))
     digest = hashlib.sha256(f"{chosen.digest} {options.validation}".encode())
     for document in (*every, *([b"--eval-data"] if held_paths else []), *apart):
         digest.update(hashlib.sha256(key_of(document)).digest())
@@ -134,7 +138,7 @@ def _of_text(paths: Sequence[Path], held_paths: Sequence[Path], options: TrainOp
             samples=samples,
             tokenizer=chosen,
             digest=digest.hexdigest(),
-            told=f"{source_of(options)}: {_told_of_samples(*samples, options.seq)}",
+            told=f"{source}: {_told_of_samples(*samples, options.seq)}{unread}",
         )
     cut = len(every)
     train, held = (texts[:cut], texts[cut:]) if held_paths else split(texts, options.validation)
@@ -145,7 +149,7 @@ def _of_text(paths: Sequence[Path], held_paths: Sequence[Path], options: TrainOp
         validation=(runs[1],),
         tokenizer=chosen,
         digest=digest.hexdigest(),
-        told=f"{source_of(options)}: {counted}",
+        told=f"{source}: {counted}{unread}",
     )
 
 

@@ -8,14 +8,16 @@ import shlex
 from ps_core import DoesNotFit
 from ps_core._workloads.named_shapes import shape
 from ps_core._workloads.shapes import Family
-from ps_models.train._options import TrainOptions
+from ps_models._transformers_loss import CHUNK_TOKENS
+from ps_models.train._options import TrainOptions, flag_of
 from ps_models.train._setup import budget_of
 
 _BUDGET = re.compile(r"""Budget\(((?:"[^"]*"|[^")])*)\)""")
 _ROW = re.compile(r"""(\w+)=(?:"([^"]*)"|([^",]+))""")
 _FIELD = re.compile(r"\bBudget\.(device|host|disk_dir|disk)\b")
 _OPTION = {"device": "--device-memory", "host": "--host-memory", "disk": "--disk", "disk_dir": "--disk-dir"}
-_HALF = re.compile(r"(?:half the|a smaller) batch or sequence(.*)")
+_SMALLER = re.compile(r"(half|a quarter of|an eighth of|a sixteenth of) the batch or sequence(.*)")
+_PARTS = {"half": 2, "a quarter of": 4, "an eighth of": 8, "a sixteenth of": 16}
 _STRANGE = re.compile(r"\b(?:Budget|Options|chunked)\b|\bmodel\.|accumulation_steps|cut into several")
 """Words of suggestions that make no sense on a command line."""
 
@@ -33,10 +35,15 @@ def in_options(text: str, options: TrainOptions | None = None) -> str:
     return _FIELD.sub(lambda match: _OPTION[match[1]], _BUDGET.sub(named, text))
 
 
-def hint_for(error: DoesNotFit, options: TrainOptions) -> str:
-    """Return what does not fit, and the options that would help."""
+def hint_for(error: DoesNotFit, options: TrainOptions, *, begun: bool = False) -> str:
+    """Return what does not fit, and the options that would help. ``begun``: the run in ``--out`` has made steps."""
     what = str(error).splitlines()[0]
     found = [told for suggestion in error.remedies for told in _hint(suggestion, options, error.needed_bytes)]
+    if begun:
+        fixed = {flag_of(name) for name in options.identity}
+        found = [
+            f"{told} (with another --out)" if fixed & set(re.findall(r"--[\w-]+", told)) else told for told in found
+        ]
     return "; try ".join([what, *dict.fromkeys(found)])
 
 
@@ -44,11 +51,11 @@ def _hint(suggestion: str, options: TrainOptions, needed_bytes: int) -> list[str
     """Return the engine's suggestion as command-line options, or the nearest to it; empty if there is none."""
     if "of ps_models" in suggestion or suggestion.startswith("HostEmbedding"):
         return _apart(suggestion, options)
-    half = _HALF.match(suggestion)
-    if half is not None:
-        smaller = f"--batch {options.batch // 2}" if options.batch > 1 else f"--seq {max(2, options.seq // 2)}"
+    part = _SMALLER.match(suggestion.replace("a smaller batch", "half the batch"))
+    if part is not None:
+        chunks = options.hf and not options.chunked_loss and options.batch * options.seq > CHUNK_TOKENS
         chunked = ["--chunked-loss: not all logits are there at a time"]
-        return [*(chunked if options.hf and not options.chunked_loss else []), smaller + half[1]]
+        return [*(chunked if chunks else []), _smaller_batch(options, _PARTS[part[1]]) + part[2]]
     if suggestion.startswith("x = torch.utils.checkpoint"):
         return [] if options.checkpointing else ["--checkpointing: only one block's activations are there at a time"]
     if suggestion.startswith("precision="):
@@ -61,6 +68,14 @@ def _hint(suggestion: str, options: TrainOptions, needed_bytes: int) -> list[str
         return ["a smaller --model" + suggestion.removeprefix("a smaller model")]
     told = in_options(suggestion, options)
     return [] if _STRANGE.search(told) else [told]
+
+
+def _smaller_batch(options: TrainOptions, part: int) -> str:
+    """Return options with a ``part``-th of the batch, and of the sequence where the batch is smaller than that."""
+    batch = max(1, options.batch // part)
+    rest = -(-part * batch // options.batch)
+    told = [f"--batch {batch}"] * (batch < options.batch) + [f"--seq {max(2, options.seq // rest)}"] * (rest > 1)
+    return " ".join(told)
 
 
 def _apart(suggestion: str, options: TrainOptions) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ps_core import DoesNotFit
+from ps_core import DoesNotFit, TierFailure
 from ps_core.engine import ChunkedOptimizer, MemoryMeasurement, load_checkpoint, save_checkpoint, statistics
 from ps_models.train._loggers import RunLogger
 from ps_models.train._objectives import Batch, Objective
@@ -100,6 +100,9 @@ class Loop:
         self._least_val_loss = math.inf if least is None else float(least)
         self._without_gain = int(found.get("validations_without_gain", 0))
         if self.options.keep_best:
+            best = found.get("best")
+            if best is not None and best < self.folder.best()[1]:
+                self.folder.set_best(self.step, float(best))  # as the call that was killed after the save had not done
             self.folder.check_best(self.step, self.say)
         return True
 
@@ -145,9 +148,8 @@ class Loop:
                 every = options.checkpoint_every
                 if best or self.step == options.steps or (every and self.step % every == 0):
                     metrics.sync()
-                    self._save(sound=row.val_loss is not None and math.isfinite(row.val_loss))
-                    if best and row.val_loss is not None:
-                        self.folder.set_best(self.step, row.val_loss)
+                    sound = row.val_loss is not None and math.isfinite(row.val_loss)
+                    self._save(sound=sound, best=row.val_loss if best else None)
             if self.step > self._saved:
                 metrics.sync()
                 self._save(sound=False)
@@ -262,10 +264,20 @@ class Loop:
             self.model.train()
         return self._ranks.total(mine) / self._ranks.total(sum(count for _, count in self._held))
 
-    def _save(self, *, sound: bool) -> None:
+    def _save(self, *, sound: bool, best: float | None = None) -> None:
         extra = {"step": self.step, "sequences": self.sequences, "val_loss": self.val_loss}
         extra["least_val_loss"] = self._least_val_loss if math.isfinite(self._least_val_loss) else None
-        extra["validations_without_gain"] = self._without_gain
-        save_checkpoint(self.folder.checkpoint(self.step), self.model, self.optimizer, extra=extra)
+        extra["validations_without_gain"], extra["best"] = self._without_gain, best
+        try:
+            save_checkpoint(self.folder.checkpoint(self.step), self.model, self.optimizer, extra=extra)
+        except TierFailure as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            newest = max(self.folder.steps(), default=0)
+            raise TierFailure(
+                f"{error.__cause__.filename or self.folder.checkpoint(self.step)}: the checkpoint could not be written "
+                f"({error.__cause__.strerror}): make room; the same command goes on from "
+                f"{f'step {newest}' if newest else 'the start'}"
+            ) from error
         self._saved = self.step
-        self.folder.saved(self.step, self.options.keep, sound=sound)
+        self.folder.saved(self.step, self.options.keep, sound=sound, best=best)

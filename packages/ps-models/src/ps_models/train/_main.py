@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -22,7 +24,7 @@ from ps_models.train._loop import Loop, ManagedModel, short_collections
 from ps_models.train._options import COMMAND, TrainOptions
 from ps_models.train._pictures import draw
 from ps_models.train._ranks import StopCheck, join_ranks
-from ps_models.train._run_folder import open_folder
+from ps_models.train._run_folder import begun, open_folder
 from ps_models.train._sample_text import sample
 from ps_models.train._setup import Found, device_of, fitted, manage, model_of, objective_for, prepare, told
 from ps_models.train._step_metrics import Rates
@@ -51,9 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             BAD_INPUT, f"--out: {told}\nallowed is a folder whose checkpoints are of this training, or a new one"
         )
     except DoesNotFit as error:
-        return _fail(DOES_NOT_FIT, hint_for(error, options))
-    except (PatrickStarError, torch.OutOfMemoryError, OSError) as error:
+        return _fail(DOES_NOT_FIT, hint_for(error, options, begun=begun(Path(options.out))))
+    except (PatrickStarError, torch.OutOfMemoryError) as error:
         return _fail(FAILED, str(error))
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        more = ": make room, and run the same command again" if full else ""
+        return _fail(FAILED, f"{error}{more}")
 
 
 def _fail(status: int, told: str) -> int:
@@ -104,7 +110,8 @@ def train(options: TrainOptions) -> int:
             if ranks.leads:
                 loop.say(draw(folder.path, found.name, loop.memory))
         if halt():
-            loop.say(f"{halt.by}: step {loop.step} of {options.steps} is saved; the same command goes on from there")
+            done = f"step {loop.step} of {options.steps} is saved; the same command goes on from there"
+            loop.say(f"{halt.by}: {done if loop.step else 'no step is done, so nothing is saved'}")
             return DONE
         _finish(options, found, data, managed, loop)
     return DONE

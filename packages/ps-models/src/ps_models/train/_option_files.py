@@ -38,10 +38,15 @@ def _from_yaml(text: str, source: str) -> dict[str, Any]:
         ) from None
     try:
         found = yaml.safe_load(text)
+        mapping = yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     if found is not None and not (isinstance(found, dict) and all(isinstance(key, str) for key in found)):
         raise InvalidInput(f"--config: {source!r} holds no options by name; allowed are lines like `batch: 8`")
+    keys = [key.value for key, _ in mapping.value] if found else []
+    twice = next((key for key in keys if keys.count(key) > 1), None)  # of which YAML would take the last one
+    if twice is not None:
+        raise InvalidInput(f"--config: {source!r} sets {twice!r} twice; allowed is once")
     # YAML 1.1 takes 1e-3, which has no point, for a text.
     return _by_name(
         {key: _number(value) if isinstance(value, str) else value for key, value in (found or {}).items()}, source

@@ -18,6 +18,7 @@ newest. ``metrics.jsonl`` is on the disk before the checkpoint is; rows beyond i
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ps_core._atomic_files import UNFINISHED, write_text_atomically
+from ps_core._atomic_files import UNFINISHED, naming, write_text_atomically
 from ps_core._errors import CheckpointDamaged, InvalidInput
 from ps_core.engine import check_checkpoint
 from ps_models.train._options import TrainOptions, flag_of
@@ -85,7 +86,7 @@ class RunFolder:
             found = json.loads(written.read_text("utf-8"))
             differences = list(_differences(found, own))
         except FileNotFoundError:
-            if self._begun():
+            if begun(self.path):
                 raise InvalidInput(
                     f"--out: {str(self.path)!r} holds a run without run.json; allowed is a new folder, or a whole run"
                 ) from None
@@ -95,7 +96,7 @@ class RunFolder:
                 f"--out: cannot read {str(written)!r}: {' '.join(str(error).split())}; allowed is a new folder, or a "
                 "whole run"
             ) from error
-        if differences and self._begun():
+        if differences and begun(self.path):
             raise InvalidInput(
                 f"--out: {str(self.path)!r} holds another run: {', '.join(differences)}; allowed are the same model "
                 "and data options, or another --out"
@@ -104,17 +105,11 @@ class RunFolder:
             write_text_atomically(written, json.dumps(own, indent=1) + "\n")
         write_text_atomically(self.path / "options.toml", options.to_toml())
 
-    def _begun(self) -> bool:
-        """Return True if a step was made in this folder."""
-        rows = self.path / "metrics.jsonl"
-        return any(self.steps()) or (rows.exists() and rows.stat().st_size > 0)
-
     # ---- checkpoints ----
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, newest first."""
-        found = (_STEP.fullmatch(each.name) for each in self.checkpoints.iterdir())
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        return _steps_in(self.checkpoints)
 
     def checkpoint(self, step: int) -> Path:
         """Return the path of the checkpoint after a step."""
@@ -142,13 +137,16 @@ class RunFolder:
             return found
         return None
 
-    def saved(self, step: int, keep: int, *, sound: bool) -> None:
+    def saved(self, step: int, keep: int, *, sound: bool, best: float | None = None) -> None:
         """Point to the newest checkpoint, and remove old ones, but not the last that is ``sound``.
 
-        A checkpoint is sound once a loss of its weights was computed, and is finite.
+        A checkpoint is sound once a loss of its weights was computed, and is finite. ``best``: the checkpoint is the
+        best, with this validation loss; None: it is not.
         """
         self._sound = step if sound else self._sound
         self._point(step)
+        if best is not None:
+            self.set_best(step, best)
         wanted = {*self.steps()[:keep], step, self.best()[0], self._sound}
         for each in self.steps():
             if each not in wanted:
@@ -218,6 +216,17 @@ class RunFolder:
         write_text_atomically(self.checkpoints / "best", f"{self.checkpoint(step).name} {loss!r}\n")
 
 
+def begun(path: Path) -> bool:
+    """Return True if a step was made in a run's folder; there may be no such folder."""
+    rows, checkpoints = path / "metrics.jsonl", path / "checkpoints"
+    return (checkpoints.is_dir() and any(_steps_in(checkpoints))) or (rows.is_file() and rows.stat().st_size > 0)
+
+
+def _steps_in(checkpoints: Path) -> list[int]:
+    found = (_STEP.fullmatch(each.name) for each in checkpoints.iterdir())
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
 def _differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
     defaults = TrainOptions().identity  # for options that are newer than the run
     for name, value in own["options"].items():
@@ -233,11 +242,18 @@ def _lock(path: Path) -> int | None:
         import fcntl
     except ImportError:  # not on Windows, where two runs in one folder are the user's to avoid
         return None
-    number = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        number = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise InvalidInput(
+            f"--out: cannot write in {str(path)!r}: {error.strerror}; allowed is a folder that can be written to"
+        ) from error
     try:
         # Not flock, which the copies that the engine makes of this process would hold on to.
         fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return number  # on a file system without locks, where two runs are the user's to avoid
         os.close(number)
         raise InvalidInput(
             f"--out: {str(path)!r} is in use by another process; allowed is a folder nobody else trains in"
@@ -250,7 +266,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, step: int) -> None:
         """Cut off the rows beyond ``step``, and an incomplete row; later rows are appended."""
-        self._file = path.open("ab+")
+        self._path, self._file = path, path.open("ab+")
         self._file.seek(0)
         end = 0
         for line in self._file:
@@ -261,12 +277,14 @@ class MetricsFile:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row."""
-        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+            self._file.flush()
 
     def sync(self) -> None:
         """Sync what was written to the disk."""
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
@@ -311,7 +329,7 @@ class FollowerRunFolder(RunFolder):
         """Return metrics that write nothing: rank 0 does."""
         return NoMetricsFile()
 
-    def saved(self, step: int, keep: int, *, sound: bool) -> None:
+    def saved(self, step: int, keep: int, *, sound: bool, best: float | None = None) -> None:
         """Do nothing: rank 0 removes old checkpoints."""
 
     def note_sound(self, step: int, keep: int) -> None:

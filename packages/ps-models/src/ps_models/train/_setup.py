@@ -112,7 +112,12 @@ def manage(options: TrainOptions, found: Found, ranks: TrainingRanks, *, fresh: 
         ps_kernels.set_threads(options.threads)  # PyTorch's, too
     disk_dir = budget_of(options).disk_dir
     if disk_dir is not None:
-        Path(disk_dir).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(disk_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInput(
+                f"--disk-dir: cannot make {disk_dir!r}: {error.strerror}; allowed is a folder that can be written to"
+            ) from error
     torch.manual_seed(options.seed)
     if isinstance(found, TransformerShape):
         model, optimizer = _managed(options, _built(options, found), ranks)

@@ -6,7 +6,8 @@ import importlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,20 @@ from ps_core._install_hints import how_to_install
 from ps_models.train._examples import ALLOWED, Document, document_of
 
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-"""Folders of the standard library that not every Python has, or that are not part of it."""
+"""Folders in the standard library that not every Python has, or that are not part of it."""
 TEXT = frozenset({".txt", ".md", ".rst", ".py", ".html", ".c", ".h", ".json", ".csv", ".xml", ".tex"})
 """Endings of text files in a folder for ``--data``, besides ``.jsonl`` and tables."""
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 """Endings of tables, and the readers for them in the package datasets."""
 TOKENS = frozenset({".bin", ".npy"})
+_NAMED_ENDINGS = 4
+"""Endings of files in a folder that are not read, at most, in a message."""
 
 
 def standard_library() -> Iterator[bytes]:
     """Yield every module of Python's standard library, in the order of their paths."""
     top = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(_walk(top), key=lambda path: path.relative_to(top).as_posix()):
+    for path in sorted(_walk(top, LEFT_OUT), key=lambda path: path.relative_to(top).as_posix()):
         if path.suffix == ".py" and not path.is_symlink():
             yield path.read_bytes()
 
@@ -35,7 +38,7 @@ def documents(path: Path, option: str = "--data") -> Iterator[Document]:
     """Yield the documents of a file (one, or one a line or row), or of all files of a folder."""
     if path.is_dir():
         for each in sorted(_walk(path)):
-            if each.suffix in TEXT or each.suffix in TABLES or each.suffix == ".jsonl":
+            if _is_read(each):
                 yield from documents(each, option)
         return
     try:
@@ -51,9 +54,26 @@ def documents(path: Path, option: str = "--data") -> Iterator[Document]:
         ) from error
 
 
-def _walk(top: Path) -> Iterator[Path]:
+def told_of_unread(names: Iterable[str | Path]) -> str:
+    """Return in words which files of folders are not read, for their endings; empty if all are read."""
+    folders = [path for path in map(Path, names) if path.is_dir()]
+    found = Counter(each.suffix for folder in folders for each in _walk(folder) if not _is_read(each))
+    if not found:
+        return ""
+    rows = sorted(found.items(), key=lambda row: (-row[1], row[0]))
+    named = [f"{ending or 'no ending'} {count:,}" for ending, count in rows[:_NAMED_ENDINGS]]
+    named += ["..."] * (len(rows) > _NAMED_ENDINGS)
+    files = "1 file" if found.total() == 1 else f"{found.total():,} files"
+    return f"; {files} not read, for their endings ({', '.join(named)})"
+
+
+def _is_read(path: Path) -> bool:
+    return path.suffix in TEXT or path.suffix in TABLES or path.suffix == ".jsonl"
+
+
+def _walk(top: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
     for folder, inner, files in os.walk(top):
-        inner[:] = [name for name in inner if name not in LEFT_OUT]
+        inner[:] = [name for name in inner if name not in left_out]
         yield from (Path(folder, name) for name in files)
 
 

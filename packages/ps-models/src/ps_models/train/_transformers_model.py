@@ -30,6 +30,11 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def _first_part(error: Exception) -> str:
+    """Return an error of transformers as one line, without its list of all architectures."""
+    return " ".join(str(error).split()).partition(" Model type should be one of ")[0]
+
+
 class OriginalNames(nn.Module):
     """Show a model's modules under their present names, even if other modules wrap them later."""
 
@@ -82,8 +87,14 @@ class TransformersModel:
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise InvalidInput(
                 f"--hf: {str(self.folder)!r} has no causal language model of transformers: "
-                f"{' '.join(str(error).split())}; allowed is a folder that save_pretrained has written"
+                f"{_first_part(error)}; allowed is a folder that save_pretrained has written"
             ) from None
+        # Blocks say so, not the configuration: some have this entry, false, for a model that is causal all the same.
+        if any(getattr(module, "is_decoder", True) is False for module in model.modules()):
+            raise InvalidInput(
+                f'--hf: {str(self.folder)!r} has a {type(model).__name__} without "is_decoder": true, in which a token '
+                "attends to those after it, also to the one that it is to predict; allowed is a causal language model"
+            )
         model.config.get_text_config().use_cache = False  # the cache is only for sampling
         return model
 

@@ -325,8 +325,11 @@ class Engine:
         self.counters.stepped(skipped=decision.skip)
         if self.residency.exposed.bounds:
             self.residency.exposed.check()
-        norm = None if self.stepping.groups else decision.norm
-        self.stepping.groups.clear()
+        norm: float | None = decision.norm
+        if self.stepping.groups:
+            norm = None  # that of the other groups alone
+            self.counters.stepped_in_backward(len(self.stepping.groups))
+            self.stepping.end()
         return Outcome(norm=norm, skipped=decision.skip)
 
     def _decide_and_step(self, settings: SettingsOf, max_norm: float | None, loss_scale: float) -> StepDecision:

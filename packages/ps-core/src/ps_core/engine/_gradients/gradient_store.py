@@ -5,6 +5,11 @@ In 16-bit training without accumulation a gradient is written over its weight. S
 once nothing reads the weight before the step: no saved tensor, no alias of its memory. Until then the gradient stays in
 autograd's tensor. A forward pass may need the weight before the step. Then the gradient moves into an fp32 sum, and the
 weight is rebuilt from its master, which is unchanged.
+
+[Note: kept memory]
+What is measured in backward is read at the step. Small tensors for it would lie meanwhile in the gaps that freed
+activations leave. The next pass would find no gap for its largest activations. The allocator would take new pages from
+the system for each of them, and return them. So the same parameters are measured into the same memory at each step.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
+from typing import TypeAlias
 
 import torch
 
@@ -21,7 +27,7 @@ import ps_kernels
 from ps_core._errors import UnsupportedParameter
 from ps_core._extents import Kind
 from ps_core._plan import Queue
-from ps_core.engine._gradients.gradient_sums import GradientSums, Launch, flatten, measured
+from ps_core.engine._gradients.gradient_sums import GradientSums, Launch, flatten
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
@@ -37,6 +43,12 @@ _USES_OF_ONE = 2
 """The use count of a storage that one tensor has, and Python's object of it."""
 
 _PLACE = attrgetter("gradient")
+_INDEX = attrgetter("index")
+_Key: TypeAlias = tuple[torch.device, tuple[int, ...]]
+"""A device, and the indices of the parameters."""
+_Rows: TypeAlias = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
+_MOST_KEPT = 2**14
+"""The most rows that are kept: where other parameters have gradients at each step, there are ever more sets of them."""
 
 
 def sparse_gradient_error(record: ParamState, gradient: torch.Tensor) -> UnsupportedParameter:
@@ -52,10 +64,70 @@ def concatenate(records: Sequence[ParamState]) -> torch.Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
+def is_finite(flat: torch.Tensor) -> bool:
+    """Return True if every element of a vector is finite."""
+    part = torch.zeros(2, dtype=torch.float32, device=flat.device)
+    if flat.numel():
+        ps_kernels.sumsq_finite(flat, part)
+    return not part[1]
+
+
+class NormMeasurement:
+    """Measures the gradients of one engine; see [Note: kept memory]."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        """``keeps``: keep the memory; else each result has memory of its own."""
+        self._most_kept = _MOST_KEPT if keeps else 0
+        self._kept: dict[_Key, _Rows] = {}
+        self._kept_rows = 0
+
+    def measure(self, record: ParamState, flat: torch.Tensor) -> torch.Tensor:
+        """Return the sum of squares and the non-finite flag of a gradient, on its device; drop an earlier result."""
+        key = flat.device, (record.index,)
+        record.norm_part = None  # an older result lies there; it must not be taken for this one if measuring fails
+        part = (self._kept.get(key) or self._keep(key))[1][0].zero_()
+        if flat.numel():
+            ps_kernels.sumsq_finite(flat, part)
+        return part
+
+    def measure_spans(
+        self, records: list[ParamState], flat: torch.Tensor, spans: list[tuple[int, int]], launch: Launch | None = None
+    ) -> Iterator[tuple[ParamState, torch.Tensor]]:
+        """Measure gradients of one group in one call: each one's span of ``flat``; ``launch`` None: at once.
+
+        Return each with its sum of squares and its non-finite flag. None of them may have a result already.
+        """
+        if launch is None:
+            key = flat.device, tuple(map(_INDEX, records))
+            parts, rows = self._kept.get(key) or self._keep(key)
+            ps_kernels.sumsq_finite(flat, parts.zero_(), spans=spans)
+        else:  # into new memory: a measurement that was launched earlier may still write to what is kept
+            parts, rows = _new_rows(len(spans), flat.device)
+            measure = partial(ps_kernels.sumsq_finite, flat, parts, spans=spans)
+            launch(f"norms of {records[0].group.name}", (flat,), (parts,), measure)
+        return zip(records, rows, strict=True)
+
+    def _keep(self, key: _Key) -> _Rows:
+        """Allocate memory for these parameters, and keep it unless there is too much."""
+        device, indices = key
+        with torch.inference_mode(False):  # or later steps could not write to it outside of that mode
+            rows = _new_rows(len(indices), device)
+        if self._kept_rows + len(indices) <= self._most_kept:
+            self._kept[key] = rows
+            self._kept_rows += len(indices)
+        return rows
+
+
+def _new_rows(count: int, device: torch.device) -> _Rows:
+    """Return a row of two numbers for each gradient, and all of them as one tensor."""
+    parts = torch.zeros(count, 2, dtype=torch.float32, device=device)
+    return parts, parts.unbind()
+
+
 class GradientStore:
     """Store and read the gradients of one engine, wherever they are."""
 
-    def __init__(self, residency: Residency, *, overwrites: bool) -> None:
+    def __init__(self, residency: Residency, *, overwrites: bool, keeps_norms: bool = True) -> None:
         self._residency = residency
         self._store = residency.store
         self._overwrites = overwrites
@@ -68,7 +140,8 @@ class GradientStore:
         """Number of calls so far that expected a sum over ranks; ranks may count differently."""
         self.pending: dict[ParamState, None] = {}
         """Parameters whose gradients are to overwrite their weights later; some may have moved since."""
-        self.sums = GradientSums(residency, self._tier_of_sums)
+        self._norms = NormMeasurement(keeps=keeps_norms)
+        self.sums = GradientSums(residency, self._norms.measure, self._tier_of_sums)
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
@@ -300,7 +373,7 @@ class GradientStore:
             for rows in _batches_of(group_rows):
                 ends = list(accumulate(record.numel for record in rows))
                 spans = list(zip([0, *ends], ends, strict=False))
-                for record, part in measured_spans(rows, concatenate(rows), spans):
+                for record, part in self._norms.measure_spans(rows, concatenate(rows), spans):
                     record.norm_part = part
         return [self.measure(record) if record.norm_part is None else record.norm_part for record in records]
 
@@ -324,14 +397,14 @@ class GradientStore:
     def measure(self, record: ParamState) -> torch.Tensor:
         """Return the sum of squares and the non-finite flag of a gradient; the first call measures it."""
         if record.norm_part is None:
-            record.norm_part = measured(self.gradient_vector(record))
+            record.norm_part = self._norms.measure(record, self.gradient_vector(record))
         return record.norm_part
 
     def measure_all(self, records: list[ParamState], flat: torch.Tensor, launch: Launch | None = None) -> None:
         """Measure gradients of one group, which lie in ``flat``, in one call; ``launch`` None: at once."""
         if records:
             spans = [(record.offset, record.offset + record.numel) for record in records]
-            for record, part in measured_spans(records, flat, spans, launch):
+            for record, part in self._norms.measure_spans(records, flat, spans, launch):
                 record.norm_part = part
 
 
@@ -356,19 +429,3 @@ def _batches_of(records: list[ParamState]) -> Iterator[list[ParamState]]:
             piece, numel = [], record.numel
         piece.append(record)
     yield piece
-
-
-def measured_spans(
-    records: list[ParamState], flat: torch.Tensor, spans: list[tuple[int, int]], launch: Launch | None = None
-) -> Iterator[tuple[ParamState, torch.Tensor]]:
-    """Measure gradients of one group in one call: each one's span of ``flat``; ``launch`` None: at once.
-
-    Return each with its sum of squares and its non-finite flag.
-    """
-    parts = torch.zeros(len(spans), 2, dtype=torch.float32, device=flat.device)
-    measure = partial(ps_kernels.sumsq_finite, flat, parts, spans=spans)
-    if launch is None:
-        measure()
-    else:
-        launch(f"norms of {records[0].group.name}", (flat,), (parts,), measure)
-    return zip(records, parts.unbind(), strict=True)

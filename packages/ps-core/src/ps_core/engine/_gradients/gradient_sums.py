@@ -19,6 +19,8 @@ from ps_core.engine._parameters.state_transitions import GradientPlace
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Launch: TypeAlias = Callable[[str, Tensors, Tensors, Callable[[], object]], None]
 """A function that launches work: its name, the tensors it reads, those it writes, and the function to run."""
+Measure: TypeAlias = Callable[[ParamState, torch.Tensor], torch.Tensor]
+"""A function that measures a parameter's gradient, given as a vector."""
 
 _PIECE_NUMEL = 2**14
 """Elements of a gradient that are copied down at a time, if there is no room for all of it."""
@@ -33,14 +35,6 @@ def flatten(record: ParamState, gradient: torch.Tensor) -> torch.Tensor:
     return flat
 
 
-def measured(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares and the non-finite flag of a vector, on its device."""
-    part = torch.zeros(2, dtype=torch.float32, device=flat.device)
-    if flat.numel():
-        ps_kernels.sumsq_finite(flat, part)
-    return part
-
-
 def _room_for_sum(record: ParamState) -> torch.Tensor:
     """Allocate host memory for the fp32 sum of one parameter's gradients; its bytes are not set."""
     return torch.empty(record.numel, dtype=torch.float32, device="cpu")
@@ -49,9 +43,9 @@ def _room_for_sum(record: ParamState) -> torch.Tensor:
 class GradientSums:
     """Manage the fp32 sums of one engine's gradients."""
 
-    def __init__(self, residency: Residency, tier_of_sums: Callable[[ParamGroup], int]) -> None:
+    def __init__(self, residency: Residency, measure: Measure, tier_of_sums: Callable[[ParamGroup], int]) -> None:
         """Make the sums; ``tier_of_sums`` returns the tier for sums that no plan contains."""
-        self._residency, self._store = residency, residency.store
+        self._residency, self._store, self._measure = residency, residency.store, measure
         self._tier_of_sums = tier_of_sums
         self.unplanned = False
         """True once there was an accumulator that no plan contains."""
@@ -117,7 +111,7 @@ class GradientSums:
         else:
             chunk.mark_written(chunk.home)
         record.mark_summed()
-        record.norm_part = measured(total) if on_disk else None
+        record.norm_part = self._measure(record, total) if on_disk else None
 
     def add_home(self, record: ParamState, flat: torch.Tensor, chunk: Chunk) -> None:
         """Add a vector to the parameter's part of the sums, on the tier that works on the home slot."""
@@ -130,7 +124,7 @@ class GradientSums:
         self._sum_into(total, flat, record, fresh=fresh)
         self._residency.replace(record, Kind.ACC, total)
         record.mark_summed()
-        record.norm_part = measured(total)
+        record.norm_part = self._measure(record, total)
 
     def _sum_into(self, sums: torch.Tensor, flat: torch.Tensor, record: ParamState, *, fresh: bool) -> None:
         """Copy a vector into the sums (``fresh``), or add it to them, on the CPU."""

@@ -22,8 +22,14 @@ from typing import NamedTuple
 import torch
 
 from ps_core._extents import STATES, Kind
-from ps_core.engine._gradients.gradient_store import CONCATENATED_NUMEL, SMALL_NUMEL, GradientStore, concatenate
-from ps_core.engine._gradients.gradient_sums import Launch, measured
+from ps_core.engine._gradients.gradient_store import (
+    CONCATENATED_NUMEL,
+    SMALL_NUMEL,
+    GradientStore,
+    concatenate,
+    is_finite,
+)
+from ps_core.engine._gradients.gradient_sums import Launch
 from ps_core.engine._gradients.loss_scale import LARGEST
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._optim.settings import Progress, Scalars, StepSettings
@@ -199,7 +205,7 @@ def note_done(group: ParamGroup, slots: Mapping[Kind, Slot], work: StepWork) -> 
 
 def _check_finite(name: str, gradient: torch.Tensor) -> None:
     """Raise `FloatingPointError` if an element is not finite."""
-    if measured(gradient)[1]:
+    if not is_finite(gradient):
         raise FloatingPointError(
             f"a gradient of {name} is not finite, so the group was not stepped; groups whose gradients were complete "
             "before, later layers as a rule, may have been stepped within backward: load a checkpoint to go on"

@@ -148,6 +148,7 @@ class SpeculativeSteps:
         early = _EarlyStep(slots, launch, factor, _inputs(group, settings_of), current, old)
         launch(f"a copy within a tier, of {group.name}", current, old, early.save)
         self._early[group] = early
+        self._counters.stepped_in_backward(1)
         self._transfers.call_before_use(self.undo)
         early.work = launch_step(group, slots, settings_of, factor, early.launch_step)
         self._follow(group, early)

@@ -18,8 +18,8 @@ from ps_core._errors import UnsupportedParameter
 from ps_core._extents import Kind
 from ps_core._plan import Queue
 from ps_core._units import align_up
-from ps_core.engine._gradients.gradient_store import GradientStore, measured_spans
-from ps_core.engine._gradients.gradient_sums import Launch, measured
+from ps_core.engine._gradients.gradient_store import GradientStore
+from ps_core.engine._gradients.gradient_sums import Launch
 from ps_core.engine._memory.chunk import Chunk, Slot
 from ps_core.engine._optim.group_step import numbers
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
@@ -38,7 +38,8 @@ class ShardedGradients(GradientStore):
     _residency: ShardedResidency
 
     def __init__(self, residency: ShardedResidency, *, overwrites: bool) -> None:
-        super().__init__(residency, overwrites=False)
+        # With kept memory, evaluations that one rank makes of inputs of another structure are never planned.
+        super().__init__(residency, overwrites=False, keeps_norms=False)
         self.comparison = RankComparison(residency.together)
         self._may_overwrite_weights = overwrites
         self._measured: dict[ParamState, torch.Tensor] = {}
@@ -264,14 +265,16 @@ class ShardedGradients(GradientStore):
             if chunk.home.place is None:
                 self.measure_all(found, self._residency.load(chunk, slice(0, found[0].group.shard_numel)))
             else:
-                self._measured.update({each: measured(self._residency.load(chunk, each.piece)) for each in found})
+                self._measured.update(
+                    {each: self._norms.measure(each, self._residency.load(chunk, each.piece)) for each in found}
+                )
 
     def measure_all(self, records: list[ParamState], flat: torch.Tensor, launch: Launch | None = None) -> None:
         """Measure this rank's part of a group's sums, which lies in ``flat``."""
         rows = [record for record in records if record not in self._measured]
         if rows:
             spans = [(record.piece.start, record.piece.stop) for record in rows]
-            self._measured.update(measured_spans(rows, flat, spans, launch))
+            self._measured.update(self._norms.measure_spans(rows, flat, spans, launch))
 
     def mark_weight_overwritten(self, group: ParamGroup) -> None:
         """Mark this rank's shard of the weight as overwritten: the master alone has the weight now."""

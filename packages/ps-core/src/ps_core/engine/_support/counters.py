@@ -71,6 +71,8 @@ class Counters(PhaseTimer):
     """Passes that ran by the plan to their end."""
     steps: int = 0
     skipped: int = 0
+    steps_in_backward: int = 0
+    """Groups that were stepped within backward, also where that was undone."""
     undone_steps: int = 0
     """Groups that were stepped within backward, and stepped again because that was undone."""
     recorder: WorkRecorder | None = None
@@ -115,6 +117,10 @@ class Counters(PhaseTimer):
         if self.recorder is not None:
             self.recorder.stepped()
         self.skipped += skipped
+
+    def stepped_in_backward(self, groups: int) -> None:
+        """Count groups that were stepped within backward."""
+        self.steps_in_backward += groups
 
     def undone(self, groups: int) -> None:
         """Count groups whose step was undone."""
