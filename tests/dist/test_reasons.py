@@ -96,11 +96,12 @@ def test_what_ends_a_wait_at_once() -> None:
 def test_who_gave_up_because_the_store_is_silent_is_not_to_blame() -> None:
     known = {"ended": {2}, "failure": Failure("connection closed", 2), "failed_s": 6.0}
     store = "rank 0 on node0, which keeps the store, has not answered for {} s"
-    assert judged(wait(119, store_silent_s=119.0, **known)) == (
-        f"the transport of rank 3 on node3 failed (connection closed); {store.format(119)}"
-    )
-    assert judged(wait(60, store_silent_s=60.0, **known)) == (
-        f"rank 2 on node2 ended or cannot be reached (connection closed); {store.format(60)}"
+    for silent_s in (61, 119):
+        assert judged(wait(silent_s, store_silent_s=silent_s, **known)) == (
+            f"the transport of rank 3 on node3 failed (connection closed); {store.format(silent_s)}"
+        ), "on a busy machine its clock may be this far ahead"
+    assert judged(wait(59, store_silent_s=59.0, **known)) == (
+        f"rank 2 on node2 ended or cannot be reached (connection closed); {store.format(59)}"
     ), "it ended long before the timeout"
     gone = f"rank 0 on node0 ended or cannot be reached; {store.format(3)}"
     assert judged(wait(3, store_silent_s=3.0, ended={0, 2})) == gone, "rank 2 may have lost the store first"
@@ -149,7 +150,7 @@ def test_whatever_is_known(
     gone = {rank for rank in ended if rank not in peers or not peers[rank].left} | (
         set() if broken is None else {broken}
     )
-    if store_silent_s >= LIMITS.timeout_s - LIMITS.answer_s:
+    if store_silent_s > LIMITS.timeout_s / 2:
         gone &= {0}
     assert (found is not None) == (bool(left or gone) or waited_s >= LIMITS.timeout_s)
     if found is None:
