@@ -38,7 +38,8 @@ class ShardedGradients(GradientStore):
     _residency: ShardedResidency
 
     def __init__(self, residency: ShardedResidency, *, overwrites: bool) -> None:
-        # With kept memory, evaluations that one rank makes of inputs of another structure are never planned.
+        # Ranks measure within the recorded pass. Memory that is kept from there would count in each later pass, and not
+        # in the plan: an evaluation of another structure would take more than the plan leaves free.
         super().__init__(residency, overwrites=False, keeps_norms=False)
         self.comparison = RankComparison(residency.together)
         self._may_overwrite_weights = overwrites
