@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -330,6 +334,37 @@ def test_a_plain_checkout_compiles_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert list(tmp_path.iterdir()) == [made], "nothing else is left"
     before = os.stat(made).st_mtime_ns
     assert os.stat(_compile.library()).st_mtime_ns == before
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
+def test_of_several_at_once_one_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, locks: bool) -> None:
+    """Threads stand for processes: each opens the folder, and locks belong to what was opened."""
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setenv("PS_KERNELS_CACHE", str(tmp_path / "new"))
+    compiled, begun = [], threading.Barrier(4)
+
+    def compile_into(folder: Path) -> Path:
+        compiled.append(folder)
+        time.sleep(0.2)
+        made = folder / _compile.library_name()
+        made.touch()
+        return made
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def find(_: int) -> Path:
+        begun.wait()
+        return _compile.library()
+
+    monkeypatch.setattr(_compile, "compile_into", compile_into)
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(find, range(4)))
+    assert found == {tmp_path / "new" / _compile.library_name()}
+    if locks:
+        assert len(compiled) == 1
 
 
 def test_where_the_library_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

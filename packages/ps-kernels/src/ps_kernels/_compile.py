@@ -1,7 +1,7 @@
 """Compile the kernels into one shared library, with any C compiler of this computer.
 
 The package has the source only. The library is made at first use and kept in a cache folder of the user. Its name
-contains a hash of its source.
+contains a hash of its source. Where several processes start together, one of them compiles, and the others wait.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _SOURCE = Path(__file__).parent / "csrc"
@@ -60,7 +61,31 @@ def cache_folder() -> Path:
 def library() -> Path:
     """Return the library of this source, compiled now if there is none yet."""
     made = cache_folder() / library_name()
-    return made if made.is_file() else compile_into(made.parent)
+    if made.is_file():
+        return made
+    with _locked(made.parent):
+        return made if made.is_file() else compile_into(made.parent)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process has this folder locked, and lock it within the block, where that is possible."""
+    try:
+        import fcntl
+
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):  # Windows, or no folder: then compiling tells
+        yield
+        return
+    try:
+        with suppress(OSError):  # a file system without locks: each process compiles
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):  # a process that was forked meanwhile has the folder open, too
+            fcntl.flock(opened, fcntl.LOCK_UN)
+        os.close(opened)
 
 
 def compile_into(folder: Path) -> Path:
