@@ -28,14 +28,19 @@ _MOST = 2**63 - 1
 _MOST_BYTES = 2**60
 
 
-def whole(least: int, most: int = _MOST) -> OptionRule:
-    """Return the rule for whole numbers from ``least`` to ``most``."""
+def whole(least: int, most: int | None = None) -> OptionRule:
+    """Return the rule for whole numbers from ``least`` to ``most``; None: to the largest of 64 bits, unsaid."""
+    largest = _MOST if most is None else most
 
     def good(value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= largest
 
-    allowed = f"of at least {least}" if most == _MOST else f"from {least} to {most}"
+    allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
     return OptionRule(allowed=f"a whole number {allowed}", metavar="N", read=int, good=good)
+
+
+SEED = whole(0, _MOST)
+"""The seeds of PyTorch's generators. Programs that draw one at random may draw a larger one."""
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> OptionRule:

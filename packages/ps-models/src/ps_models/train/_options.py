@@ -146,7 +146,7 @@ class TrainOptions:
     seq: int = _option(256, rules.whole(2), DATA, "tokens of a sequence", identity=True)
     batch: int = _option(8, rules.whole(1, 2**20), DATA, "sequences per micro-batch, of all processes", identity=True)
     accumulate: int = _option(1, rules.whole(1), DATA, "micro-batches per step", identity=True)
-    seed: int = _option(0, rules.whole(0), DATA, "of the weights, the order of the data, and the sample", identity=True)
+    seed: int = _option(0, rules.SEED, DATA, "of the weights, the order of the data, and the sample", identity=True)
 
     steps: int = _option(200, rules.whole(1), TRAINING, "optimizer steps in all, those of earlier calls included")
     lr: float = _option(1e-3, rules.number(0), TRAINING, "AdamW's learning rate after the warm-up")
