@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -188,14 +189,65 @@ def begins(each: ps_dist.TorchCollectives | None, path: Path) -> tuple[Found, st
         return run.values(), digest(torch.get_rng_state())
 
 
-def hands_on(each: ps_dist.TorchCollectives | None, source: Path, target: Path) -> tuple[Found, str]:
+def hands_on(
+    each: ps_dist.TorchCollectives | None, source: Path, target: Path, group_bytes: int = 6000
+) -> tuple[Found, str]:
     """Load one, save another; what it found."""
-    with running(each, seed=8, group_bytes=6000) as run:
+    with running(each, seed=8, group_bytes=group_bytes) as run:
         run.load(source)
         found = run.values(), digest(torch.get_rng_state())
         run.save(target)
         run.train(1)
         return found
+
+
+ORDERS: dict[str, Callable[[nn.Conv2d], Any]] = {
+    "rows": lambda conv: conv,
+    "channels last": lambda conv: conv.to(memory_format=torch.channels_last),
+    "columns": lambda conv: setattr(
+        conv, "weight", nn.Parameter(conv.weight.detach().permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0))
+    ),
+}
+"""How the elements of a convolution's weight lie in memory."""
+
+
+@contextmanager
+def convolution(each: ps_dist.TorchCollectives | None, order: str, seed: int, group_bytes: int) -> Iterator[Any]:
+    """A step of a convolution whose weight is cut on ranks; the model, and its values in the order of rows."""
+    torch.manual_seed(seed)
+    conv = nn.Conv2d(3, 7, 3)
+    ORDERS[order](conv)
+    model, optimizer = chunked(
+        conv, AdamW(lr=1e-2), precision="fp32", collectives=each, options=Options(group_bytes=group_bytes, poison=True)
+    )
+    model(torch.randn(2, 3, 6, 6)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def values() -> list[Tensor]:
+        state = optimizer.state_dict(masters=True)["state"][0]
+        found = [model.state_dict()["weight"], *(state[name] for name in ("master", "exp_avg", "exp_avg_sq"))]
+        return [value.clone(memory_format=torch.contiguous_format) for value in found]
+
+    yield model, optimizer, values
+    release(model)
+
+
+def turns(each: ps_dist.TorchCollectives, folder: Path) -> None:
+    """What one process or the ranks saved, in any order in memory, is loaded into any other: weights and all states."""
+    for number, (saved, loaded) in enumerate(itertools.product(ORDERS, ORDERS)):
+        for saves in (None, each):
+            for group_bytes in (1, 4000):
+                path, wanted = folder / f"{number}-{saves is None}-{group_bytes}", list[Tensor]()
+                if saves is not None or each.mesh.rank == 0:
+                    with convolution(saves, saved, 1, group_bytes) as (model, optimizer, values):
+                        wanted = values()
+                        save_checkpoint(path, model, optimizer, extra={"wanted": wanted})
+                each.barrier()
+                with convolution(each, loaded, 2, 2000) as (model, optimizer, values):
+                    wanted = load_checkpoint(path, model, optimizer)["wanted"]
+                    for one, other in zip(values(), wanted, strict=True):
+                        assert torch.equal(one, other), (saved, loaded, saves is None, group_bytes)
 
 
 def fails(each: ps_dist.TorchCollectives, path: Path, odd: int) -> None:

@@ -45,7 +45,7 @@ def test_any_number_of_processes_loads_it(four: Crew, two: Crew, tmp_path: Path)
     saved = four.run(cases.begins, tmp_path / "four")
     by_two = two.run(cases.hands_on, tmp_path / "four", tmp_path / "two")
     by_one = cases.hands_on(None, tmp_path / "two", tmp_path / "one")
-    again = two.run(cases.hands_on, tmp_path / "one", tmp_path / "again")
+    again = two.run(cases.hands_on, tmp_path / "one", tmp_path / "again", 2000)
     values = saved[0][0]
     assert len(values) > 30
     assert values == by_two[0][0] == by_one[0] == again[0][0]
@@ -58,7 +58,12 @@ def test_any_number_of_processes_loads_it(four: Crew, two: Crew, tmp_path: Path)
         assert (tmp_path / f"{name}.safetensors").read_bytes() == (tmp_path / "four.safetensors").read_bytes()
     saved_orders = json.loads((tmp_path / "four" / "manifest.json").read_text())["orders"]
     assert saved_orders == {"turned": [1, cases.WORDS]}, "it is cut, and does not lie row by row"
+    assert json.loads((tmp_path / "again" / "manifest.json").read_text())["orders"], "whole where it came from"
     assert len(list((tmp_path / "four").glob("masters-*-of-00004.safetensors"))) == 4
+
+
+def test_parameters_that_lie_in_another_order(two: Crew, tmp_path: Path) -> None:
+    two.run(cases.turns, tmp_path)
 
 
 @pytest.mark.parametrize("odd", [0, 1])

@@ -140,18 +140,22 @@ class Reader:
 
     def _read_transposed(self, files: Sequence[SavedFile], chunks: OpenChunks) -> None:
         """Read each tensor whose element order differs in the file as a whole."""
+        for targets in {id(file.targets): file.targets for file in files}.values():
+            section = [file for file in files if file.targets is targets]  # masters, say, or one kind of states
+            self._read_transposed_of(section, targets, chunks)
+
+    def _read_transposed_of(self, files: Sequence[SavedFile], targets: Targets, chunks: OpenChunks) -> None:
         odd = {
-            entry.owner: (file, target)
+            entry.owner: target
             for file in files
             for entry in file.entries
-            if (target := file.targets.get(entry.owner)) is not None and self._needs_transpose(file, entry, target)
+            if (target := targets.get(entry.owner)) is not None and self._needs_transpose(file, entry, target)
         }
-        for name, (file, target) in odd.items():
-            same = [each for each in files if each.targets is file.targets]
+        for name, target in odd.items():
             if isinstance(target, torch.Tensor):
-                target.copy_(read_full_tensor(same, name, target.shape, plain_order(target.shape)).view(target.shape))
+                target.copy_(read_full_tensor(files, name, target.shape, plain_order(target.shape)).view(target.shape))
             elif mine := elements_of(target[0], self._ranks.shard):
-                turned = read_full_tensor(same, name, target[0].shape, target[0].stride)
+                turned = read_full_tensor(files, name, target[0].shape, target[0].stride)
                 chunks.elements(target, mine.start, len(mine)).copy_(turned[mine.start : mine.stop])
 
     def _needs_transpose(self, file: SavedFile, entry: TensorEntry, target: TensorSource) -> bool:
