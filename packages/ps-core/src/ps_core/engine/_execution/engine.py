@@ -81,6 +81,7 @@ class Engine:
         )
         self.saved, self.tables = access.saved, access.tables
         self.call, self.arrive, self.deliver = access.call, access.arrive, access.tables.deliver
+        self.hold_for_vmap = access.hold_for_vmap
         """The methods that parameters call most often (`_parameters.managed_parameter.ParameterOwner`)."""
         self.user_gradients = UserGradients(
             self.residency,
@@ -216,6 +217,8 @@ class Engine:
 
     def end_root_forward(self) -> None:
         """End the root module's forward; interrupts are deferred meanwhile."""
+        if self.access.mapped_over:
+            self.access.end_vmap()
         self.passes.end_forward()
 
     @defer_interrupts
@@ -223,6 +226,8 @@ class Engine:
         """End the pass, if one is open: chunks return to their home slots, except copies with live aliases."""
         if self.store.stays_with_process:
             self.store.check_process()
+        if self.access.mapped_over:
+            self.access.end_vmap()
         passes = self.passes
         if passes.recording is not None or passes.deferred or passes.nonmodel.counting or self.residency.exposed.bounds:
             if passes.threads.inside or passes.threads.backward:

@@ -54,6 +54,8 @@ class ParameterAccess:
         self._train_unfrozen = train_unfrozen
         self._resident = parts.residency.store.resident
         """True if nothing ever moves."""
+        self.mapped_over: list[torch.Tensor] = []
+        """Aliases of the parameters that ``torch.vmap`` maps over: memory with aliases stays where it is."""
         self.saved = SavedTensors(self, self._residency.owners, passes.count)
         self.tables = HostTables(
             passes,
@@ -195,8 +197,25 @@ class ParameterAccess:
             for record in records:
                 passes.current.touched[record.index] = None
 
+    def hold_for_vmap(self, record: ParamState) -> None:
+        """Fetch a parameter, and keep it where it is until ``torch.vmap`` has returned.
+
+        What the mapped function does with its elements calls no function of the parameter's class.
+        """
+        self.touch([record])
+        if not self._resident:
+            with self._passes.nonmodel.paused(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self.mapped_over.append(record.parameter.detach())
+
+    def end_vmap(self) -> None:
+        """Let go of what ``torch.vmap`` mapped over, if none of its functions runs any more."""
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            self.mapped_over.clear()
+
     def _bind(self, records: list[ParamState]) -> None:
         """Bind parameters to the newest copies of their groups; begin a new moment if the present one is for others."""
+        if self.mapped_over:
+            self.end_vmap()
         moment = self._passes.moment
         for record in records:
             group = record.group

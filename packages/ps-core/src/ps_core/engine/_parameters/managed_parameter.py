@@ -7,11 +7,13 @@ each managed parameter among its arguments. So no function can meet memory that 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch._functorch import vmap
 from torch.autograd.graph import get_gradient_edge
 
 from ps_core._errors import UnsupportedParameter
@@ -59,6 +61,9 @@ class ParameterOwner(Protocol):
     def deliver(self, record: ParamState) -> None:
         """Store the gradient of a table on the host, which autograd did not see."""
 
+    def hold_for_vmap(self, record: ParamState) -> None:
+        """Fetch a parameter that ``torch.vmap`` maps over, and keep it on the compute tier until that returns."""
+
 
 LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None), torch.Size})
 """Types of most arguments that cannot contain a parameter."""
@@ -81,6 +86,9 @@ def _refuse_compiled() -> NoReturn:
         "`[p.grad for p in model.parameters()]`"
     )
 
+
+_VMAP = getattr(getattr(vmap, "_process_batched_inputs", None), "__code__", None)
+"""The code of ``torch.vmap`` that looks at what it is to map over."""
 
 _OTHER_DATA = (
     "release(model), convert or move it, and call chunked again; to change values use materialized(model, write=True)"
@@ -146,6 +154,13 @@ class ManagedParameter(nn.Parameter):
         if kwargs or [id(each) for each in args] != [id(self)]:
             self._refuse("given other memory by set_()", _OTHER_DATA)
         return self
+
+    def dim(self) -> int:
+        """Return the number of dimensions, which ``torch.vmap`` asks for before it maps over the parameter."""
+        if sys._getframe(1).f_code is _VMAP:
+            self._owner.hold_for_vmap(self._record)
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().dim()
 
     def _use_count(self) -> NoReturn:
         self._refuse("swapped with another tensor (torch.utils.swap_tensors)", _OTHER_DATA)
