@@ -197,15 +197,15 @@ class ParameterAccess:
             for record in records:
                 passes.current.touched[record.index] = None
 
-    def hold_for_vmap(self, record: ParamState) -> None:
-        """Fetch a parameter, and keep it where it is until ``torch.vmap`` has returned.
+    def hold_for_vmap(self, records: list[ParamState]) -> None:
+        """Fetch parameters together, and keep them where they are until ``torch.vmap`` has returned.
 
-        What the mapped function does with its elements calls no function of the parameter's class.
+        What the mapped function does with their elements calls no function of the parameters' class.
         """
-        self.touch([record])
+        self.touch(records)
         if not self._resident:
             with self._passes.nonmodel.paused(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                self.mapped_over.append(record.parameter.detach())
+                self.mapped_over += [record.parameter.detach() for record in records]
 
     def end_vmap(self) -> None:
         """Let go of what ``torch.vmap`` mapped over, if none of its functions runs any more."""

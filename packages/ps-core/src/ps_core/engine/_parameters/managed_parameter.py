@@ -61,8 +61,8 @@ class ParameterOwner(Protocol):
     def deliver(self, record: ParamState) -> None:
         """Store the gradient of a table on the host, which autograd did not see."""
 
-    def hold_for_vmap(self, record: ParamState) -> None:
-        """Fetch a parameter that ``torch.vmap`` maps over, and keep it on the compute tier until that returns."""
+    def hold_for_vmap(self, records: list[ParamState]) -> None:
+        """Fetch parameters that ``torch.vmap`` maps over, and keep them on the compute tier until that returns."""
 
 
 LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None), torch.Size})
@@ -157,8 +157,10 @@ class ManagedParameter(nn.Parameter):
 
     def dim(self) -> int:
         """Return the number of dimensions, which ``torch.vmap`` asks for before it maps over the parameter."""
-        if sys._getframe(1).f_code is _VMAP:
-            self._owner.hold_for_vmap(self._record)
+        caller = sys._getframe(1)
+        if caller.f_code is _VMAP:
+            mapped_over = [each._record for each in _mapped_over(**caller.f_locals) if each._owner is self._owner]
+            self._owner.hold_for_vmap(mapped_over)
         with torch._C.DisableTorchFunctionSubclass():
             return super().dim()
 
@@ -184,6 +186,11 @@ def managed(values: Iterable[Any]) -> list[ManagedParameter]:
     if len(found) == 2 and found[0] is not found[1]:
         return found
     return list(dict.fromkeys(found)) if found else found
+
+
+def _mapped_over(flat_args: list[Any], flat_in_dims: list[int | None], **_: Any) -> list[ManagedParameter]:
+    """Return the parameters that a call of ``torch.vmap`` maps over, by the local variables of `_VMAP`."""
+    return managed(value for value, place in zip(flat_args, flat_in_dims, strict=True) if place is not None)
 
 
 def aliased(values: Any, records: list[ParamState], every: bool) -> Any:
