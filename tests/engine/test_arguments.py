@@ -13,12 +13,17 @@ from ps_core.engine import chunked, release
 from ps_core.engine._optim.kernel_rule import Settings, StepRule
 
 MODEL_SGD = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+MODEL_RMSPROP = torch.optim.RMSprop(nn.Linear(2, 2).parameters())
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"optimizer": MODEL_SGD}, r"found torch.optim.sgd.SGD; try: TorchOptimizer\(torch.optim.sgd.SGD, lr=...\)"),
+        ({"optimizer": MODEL_SGD}, r"found torch.optim.sgd.SGD; try: SGD\(lr=...\) of ps_core"),
+        (
+            {"optimizer": MODEL_RMSPROP},
+            r"try: TorchOptimizer\(torch.optim.rmsprop.RMSprop, lr=...\)",
+        ),
         ({"optimizer": torch.optim.AdamW}, "or None; found torch.optim.adamw.AdamW"),
         ({"optimizer": AdamW}, r"or None; found the class AdamW, not yet called: AdamW\(\)"),
         ({"optimizer": "adamw"}, "or None; found 'adamw'"),

@@ -36,11 +36,11 @@ def allowed_by(words: str) -> Any:
     """Return a value that an option's message says is allowed."""
     for pattern, make in (
         (r"one of ([\w.-]+)", str),
+        (r"size like (\w+)", str),
         (r"whole number (?:of at least|from) (\d+)", int),
         (r"at least ([\d.]+)", float),
         (r"number above [\d.]+ and (?:at most|below) ([\d.]+)", lambda found: float(found) / 2),
         (r"number above ([\d.]+)", lambda found: float(found) + 1),
-        (r"size above 0 like (\w+)", str),
     ):
         if found := re.search(pattern, words):
             return make(found[1])

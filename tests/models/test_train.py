@@ -266,7 +266,7 @@ def test_out_of_memory_is_tried_once_more(tmp_path: Path, monkeypatch: pytest.Mo
     failing = once_failing(monkeypatch, passes={4})
     assert train(tmp_path / "run", *words) == 0
     assert len(failing) == 4 * 3 + 2 + 2, "and those of the validation"
-    assert "step 2 ran out of memory (no room at all); once more, with the smaller plan" in capsys.readouterr().out
+    assert "step 2 ran out of memory (no room at all); trying it once more" in capsys.readouterr().out
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
 
 

@@ -53,8 +53,8 @@ def test_it_stops_and_goes_on_from_the_last_sound_checkpoint(
     sound = out / "checkpoints" / "step-00000003"
     assert re.fullmatch(
         r"pstar-train: step 5: the loss is (nan|inf); try a smaller --lr \(now 1e\+20\), a longer --warmup \(now 0\), "
-        rf"a smaller --clip \(now 1\)(, --precision bf16)?: the same command goes on from the last sound checkpoint, "
-        rf"{re.escape(str(sound))}; with --on-nan continue training does not stop\n",
+        r"a smaller --clip \(now 1\)(, --precision bf16)?: so changed, the command goes on from the last sound "
+        rf"checkpoint, {re.escape(str(sound))}; with --on-nan continue training does not stop\n",
         told.err,
     )
     assert ("--precision bf16" in told.err) is (precision == "fp16")
@@ -106,7 +106,9 @@ def test_the_first_step_leaves_nothing_to_go_on_from(
         assert train(tmp_path / "run", "--steps", 3, "--clip", 0) == 1
     told = capsys.readouterr().err
     assert f"pstar-train: step 1: the loss is {value}; " in told
-    assert "--clip 1 (now not clipped): the same command goes on from the start, for no checkpoint is sound" in told
+    assert (
+        "--clip 1 (now not clipped): so changed, the command goes on from the start, for no checkpoint is sound" in told
+    )
     assert told.count("\n") == 1
     assert train(tmp_path / "run", "--steps", 3, "--clip", 0) == 0
     assert train(tmp_path / "whole", "--steps", 3, "--clip", 0) == 0

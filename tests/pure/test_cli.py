@@ -295,7 +295,7 @@ def test_what_is_here_is_the_default(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(cli, "accelerators", lambda: (Accelerator("NVIDIA H100 80GB HBM3", 80 * gib),))
     assert document(capsys, *words)[1]["machine"] == "h100"
     monkeypatch.setattr(cli, "accelerators", lambda: (Accelerator("A", 16 * gib), Accelerator("B", 15 * gib)))
-    _, found = document(capsys, *words, "--machine", "v100", "--nodes", "2")
+    _, found = document(capsys, *words, "--machine", "v100", "--nodes", "2", "--precision", "fp16")
     assert (found["machine"], found["gpus"], found["nodes"]) == ("v100", 2, 2)
     assert found["tiers"]["device"]["budget_bytes"] == pytest.approx(32 * gib - 1.2e9, abs=128)
 
@@ -476,6 +476,7 @@ def test_any_text_stream_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_of_a_model_gather_within_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     """Each process has more of the model, and sums go between the copies besides."""
     where = ("--device-memory", "16GiB", "--host-memory", "128GiB", "--gpus", "16", "--nodes", "2", "--machine", "v100")
+    where += ("--precision", "fp16")
     where += ("--batch", "1", "--seq", "64")
     _, one = document(capsys, "plan", "gpt-1b", *where)
     _, two = document(capsys, "plan", "gpt-1b", *where, "--replicate", "2")
@@ -491,7 +492,7 @@ def test_copies_of_a_model_gather_within_a_node(capsys: pytest.CaptureFixture[st
 @pytest.mark.slow
 def test_the_largest_model_of_copies_is_smaller(capsys: pytest.CaptureFixture[str]) -> None:
     where = ("--device-memory", "2GiB", "--host-memory", "24GiB", "--gpus", "4", "--nodes", "2", "--machine", "v100")
-    options = (*where, "--seq", "128", "--batch", "1", "--min-tflops", "0.1")
+    options = (*where, "--precision", "fp16", "--seq", "128", "--batch", "1", "--min-tflops", "0.1")
     _, one = document(capsys, "scale", *options)
     _, two = document(capsys, "scale", *options, "--replicate", "2")
     assert 0 < two["parameters"] < one["parameters"]

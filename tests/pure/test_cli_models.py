@@ -30,6 +30,21 @@ def test_models_from_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "64 tokens each" in out
 
 
+@pytest.mark.parametrize("name", ["v100", "t4"])
+def test_a_machine_without_fast_bf16_is_told_of(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", "gpt-10m", "--machine", name, "--brief")
+    status, _, err = run(capsys, *words)
+    assert status == 0
+    assert err == f"pstar: warning: {name} is not made for bf16: these are the figures of --precision fp16\n"
+    assert run(capsys, *words, "--precision", "fp16")[::2] == (0, "")
+
+
+def test_a_path_that_is_not_there_is_not_downloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "plan", "--hf", "Qwen/Qwen2.5-7B")
+    assert status == 2
+    assert err.endswith("No such file or directory (a local file or folder is expected: nothing is downloaded)\n")
+
+
 def test_a_config_is_suggested_for_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("gpt-neox-20b", "mistral-7b"):
         assert "(for a Hugging Face model: --hf config.json)" in run(capsys, "plan", name)[2]

@@ -162,6 +162,7 @@ command(
     f"{PLAN} --untied-head --vocab 50 --head-tiles 50",
 )
 command("--out is where --calibrate writes: give both", "doctor --out a.toml", "doctor")
+command("--calibrate measures in place of what --warm does: give one of them", "doctor --calibrate --warm", "doctor")
 command("cannot write {}: {}", f"{PLAN} --svg absent/a.svg", f"{PLAN} --svg a.svg")
 command(
     "--step-in-backward needs one GPU (--gpus 1)",

@@ -43,6 +43,7 @@ from ps_core._extents import Precision
 from ps_core._input_files import read_text
 from ps_core._install_hints import how_to_install
 from ps_core._planner.eviction_policy import Policy
+from ps_core._simulate.built_in_machines import NO_BF16
 from ps_core._simulate.cluster import Cluster
 from ps_core._simulate.machine import MACHINES, UNSTEADY, Machine, default_machine, machine, machine_from_toml
 from ps_core._trace import Trace
@@ -160,6 +161,8 @@ def _scale(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     if options.calibrate:
+        if options.warm:
+            raise InvalidInput("--calibrate measures in place of what --warm does: give one of them")
         return _calibrate(options)
     if options.out is not None:
         raise InvalidInput("--out is where --calibrate writes: give both")
@@ -311,6 +314,11 @@ def _place(options: argparse.Namespace) -> _Place:
 
 
 def _training(options: argparse.Namespace, place: _Place) -> Training:
+    if options.machine in NO_BF16 and options.precision == "bf16":
+        tell(
+            f"pstar: warning: {options.machine} is not made for bf16: these are the figures of --precision fp16",
+            sys.stderr,
+        )
     several = options.accumulate > 1 or place.cluster.gpus > 1
     if options.step_speculative and several:
         raise InvalidInput(

@@ -116,8 +116,8 @@ def remedies(subject: Subject, training: Training, most: int = 3) -> tuple[str, 
         need = max(bounds(subject, changed), key=lambda need: need.needed_bytes / need.available_bytes)
         other = ", as another model" if changed.untied_head and not training.untied_head else ""
         said.append(
-            f"{label} (predicted: fits{other}; {need.where} then needs at least "
-            f"{format_bytes(need.needed_bytes)} of {format_bytes(need.available_bytes)})"
+            f"{label} (predicted: fits{other}; then at least "
+            f"{format_bytes(need.needed_bytes)} of {format_bytes(need.available_bytes)} of {need.where} are needed)"
         )
     return tuple(said)
 

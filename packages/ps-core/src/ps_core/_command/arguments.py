@@ -9,6 +9,7 @@ from ps_core._errors import InvalidInput
 from ps_core._extents import STATES, Precision
 from ps_core._name_suggestions import did_you_mean
 from ps_core._planner.eviction_policy import Policy
+from ps_core._simulate.built_in_machines import MACHINES
 from ps_core._simulate.cluster import FRAGMENTATION, HOST_RESERVE_BYTES, HOST_RESERVE_PER_RANK_BYTES
 from ps_core._units import meant_as_gib, parse_bytes
 from ps_core._version import __version__
@@ -85,15 +86,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_where(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("hardware").add_argument
-    kinds = "speeds: a built-in machine or a TOML file (default: by the name of the GPU here, else nearest by memory)"
+    kinds = (
+        f"speeds: {', '.join(MACHINES)}, or a TOML file (default: without --device-memory by the name of the GPU here, "
+        "else nearest by memory)"
+    )
     add("--machine", metavar="NAME|FILE", help=kinds)
     add("--gpus", type=_count, metavar="N", help="GPUs in all (default: those found here, else one a node)")
     add("--nodes", type=_count, default=1, metavar="N", help="nodes they are spread over (default: 1)")
     copies = "copies of the model, each on an equal share of the GPUs, as connect(replicate=N) makes (default: 1)"
     add("--replicate", type=_count, default=1, metavar="N", help=copies)
-    found = "(default: what is found here, else the machine's)"
+    found = "(default: without --machine what is found here, else the machine's)"
     add("--device-memory", type=_size, metavar="SIZE", help=f"memory of each GPU; 0: no GPU {found}")
-    add("--host-memory", type=_size, metavar="SIZE", help=f"memory of a node {found}")
+    there = "(default: what is available beside a GPU found here, else the machine's)"
+    add("--host-memory", type=_size, metavar="SIZE", help=f"memory of a node {there}")
     add("--disk", type=_size, default=0, metavar="SIZE", help="disk space of a node for a third tier (default: none)")
     size: dict[str, Any] = {"type": _size, "metavar": "SIZE"}
     add("--reserve-device", **size, help="memory kept free on each GPU (default: 0.6GB, with several GPUs 1.2GB)")

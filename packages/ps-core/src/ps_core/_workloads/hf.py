@@ -46,7 +46,8 @@ def _read(source: str | Path) -> tuple[str, str]:
             path /= "config.json"
         return str(path), read_text(path)
     except OSError as error:
-        raise InvalidInput(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+        hint = "" if path.exists() else " (a local file or folder is expected: nothing is downloaded)"
+        raise InvalidInput(f"cannot read {str(path)!r}: {error.strerror or error}{hint}") from error
     except ValueError as error:
         raise InvalidInput(f"{str(path)!r} is not a readable text file: {error}") from error
 

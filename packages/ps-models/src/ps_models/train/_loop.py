@@ -183,7 +183,7 @@ class Loop:
         rest = "" if left else " is sound"
         return (
             f"try a smaller --lr (now {options.lr:g}), a longer --warmup (now {options.warmup_steps}), {clip}{wider}: "
-            f"the same command goes on from {found}{rest}; with --on-nan continue training does not stop"
+            f"so changed, the command goes on from {found}{rest}; with --on-nan continue training does not stop"
         )
 
     def _run_step(self) -> StepMetrics:
@@ -235,7 +235,7 @@ class Loop:
                 raise  # the other ranks are still in their passes
             reason = str(error).splitlines()[0]
         # Outside the handler: its traceback would keep the failed pass's tensors alive.
-        self.say(f"step {self.step + 1} ran out of memory ({reason}); once more, with the smaller plan")
+        self.say(f"step {self.step + 1} ran out of memory ({reason}); trying it once more")
         self.optimizer.zero_grad()
         return self._passes()
 

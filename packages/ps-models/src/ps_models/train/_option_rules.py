@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ps_core._errors import InvalidInput
-from ps_core._units import parse_bytes
+from ps_core._units import meant_as_gib, parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +102,11 @@ def size() -> OptionRule:
 
     def good(value: object) -> bool:
         try:
-            return isinstance(value, int | str) and 0 < parse_bytes(value) <= _MOST_BYTES
+            return isinstance(value, int | str) and 0 < parse_bytes(value) <= _MOST_BYTES and not meant_as_gib(value)
         except InvalidInput:
             return False
 
-    return OptionRule(allowed="a size above 0 like 20GiB, 20GB or 4096", metavar="SIZE", read=str, good=good)
+    return OptionRule(allowed="a size like 20GiB or 20GB, at least 4096", metavar="SIZE", read=str, good=good)
 
 
 def flag() -> OptionRule:

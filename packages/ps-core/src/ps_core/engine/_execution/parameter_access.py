@@ -208,7 +208,7 @@ class ParameterAccess:
                 self.mapped_over += [record.parameter.detach() for record in records]
 
     def end_vmap(self) -> None:
-        """Let go of what ``torch.vmap`` mapped over, if none of its functions runs any more."""
+        """Forget the aliases if no function that ``torch.vmap`` maps is running any more."""
         if torch._C._functorch.peek_interpreter_stack() is None:
             self.mapped_over.clear()
 

@@ -83,4 +83,4 @@ def _rounded(count: int) -> int:
 
 
 def _sized(count: int) -> int | str:
-    return f"{count // MIB}MiB" if count > MIB else count
+    return f"{count // MIB}MiB" if count >= MIB else count
