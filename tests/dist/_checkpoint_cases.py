@@ -208,7 +208,7 @@ ORDERS: dict[str, Callable[[nn.Conv2d], Any]] = {
         conv, "weight", nn.Parameter(conv.weight.detach().permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0))
     ),
 }
-"""How the elements of a convolution's weight lie in memory."""
+"""Put the elements of a convolution's weight into an order in memory, by the order's name."""
 
 
 @contextmanager
@@ -234,7 +234,7 @@ def convolution(each: ps_dist.TorchCollectives | None, order: str, seed: int, gr
 
 
 def turns(each: ps_dist.TorchCollectives, folder: Path) -> None:
-    """What one process or the ranks saved, in any order in memory, is loaded into any other: weights and all states."""
+    """Load what one process or the ranks saved, from each order in memory into each: the weight and all states."""
     for number, (saved, loaded) in enumerate(itertools.product(ORDERS, ORDERS)):
         for saves in (None, each):
             for group_bytes in (1, 4000):

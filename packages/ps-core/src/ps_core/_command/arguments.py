@@ -97,8 +97,8 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     add("--replicate", type=_count, default=1, metavar="N", help=copies)
     found = "(default: without --machine what is found here, else the machine's)"
     add("--device-memory", type=_size, metavar="SIZE", help=f"memory of each GPU; 0: no GPU {found}")
-    there = "(default: what is available beside a GPU found here, else the machine's)"
-    add("--host-memory", type=_size, metavar="SIZE", help=f"memory of a node {there}")
+    there = "(default: if a GPU is found here, this computer's; else the machine's)"
+    add("--host-memory", type=_size, metavar="SIZE", help=f"host memory of a node {there}")
     add("--disk", type=_size, default=0, metavar="SIZE", help="disk space of a node for a third tier (default: none)")
     size: dict[str, Any] = {"type": _size, "metavar": "SIZE"}
     add("--reserve-device", **size, help="memory kept free on each GPU (default: 0.6GB, with several GPUs 1.2GB)")
