@@ -190,7 +190,8 @@ _BUILT_IN = (
     ),
 )
 
-NO_BF16 = ("v100", "t4")
-"""Machines whose rate for 16 bits holds for fp16 alone."""
 MACHINES = {entry.name: entry for entry in _BUILT_IN}
 """Built-in machines by name."""
+
+NO_BF16 = ("v100", "t4")
+"""Machines without units for bf16: their rate of 16-bit products holds for fp16 alone."""

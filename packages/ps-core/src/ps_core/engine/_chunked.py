@@ -265,9 +265,12 @@ def _check_kinds(optimizer: Any, budget: Any, options: Any, collectives: Any) ->
             if given is kind and kind in (*FIXED, TorchOptimizer):
                 found = f"the class {kind.__name__}, not yet called: {kind.__name__}()"
             elif name == "optimizer" and issubclass(kind, torch.optim.Optimizer):
-                same = next((each.__name__ for each in FIXED if kind is getattr(torch.optim, each.__name__)), "")
-                own = f"TorchOptimizer({kind.__module__}.{kind.__qualname__}, lr=...)"
-                found += f"; try: {f'{same}(lr=...) of ps_core' if same else own}"
+                faster = [each.__name__ for each in FIXED if kind is getattr(torch.optim, each.__name__)]
+                found += (
+                    f"; try: {faster[0]}(lr=...) of ps_core"
+                    if faster
+                    else f"; try: TorchOptimizer({kind.__module__}.{kind.__qualname__}, lr=...)"
+                )
             raise InvalidInput(f"{name} must be {what}, or None; found {found}")
 
 

@@ -141,10 +141,11 @@ class Reader:
     def _read_transposed(self, files: Sequence[SavedFile], chunks: OpenChunks) -> None:
         """Read each tensor whose element order differs in the file as a whole."""
         for targets in {id(file.targets): file.targets for file in files}.values():
-            section = [file for file in files if file.targets is targets]  # masters, say, or one kind of states
+            section = [file for file in files if file.targets is targets]
             self._read_transposed_of(section, targets, chunks)
 
     def _read_transposed_of(self, files: Sequence[SavedFile], targets: Targets, chunks: OpenChunks) -> None:
+        """Read them for one section, such as masters or one kind of states: names are the same in all of these."""
         odd = {
             entry.owner: target
             for file in files

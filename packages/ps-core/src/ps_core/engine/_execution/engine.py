@@ -80,8 +80,8 @@ class Engine:
             lambda: self.management.train_unfrozen(),  # noqa: PLW0108 - `management` is made below
         )
         self.saved, self.tables = access.saved, access.tables
-        self.call, self.arrive, self.deliver = access.call, access.arrive, access.tables.deliver
         self.hold_for_vmap = access.hold_for_vmap
+        self.call, self.arrive, self.deliver = access.call, access.arrive, access.tables.deliver
         """The methods that parameters call most often (`_parameters.managed_parameter.ParameterOwner`)."""
         self.user_gradients = UserGradients(
             self.residency,
