@@ -33,8 +33,13 @@ INTEGRATIONS = ("lightning", "torchmetrics", "trl", "datasets", "ray[train]", "d
 WITHOUT_OTHERS = ("litgpt", "jsonargparse")
 """Installed without what they need: litgpt asks for older versions of packages that transformers has too."""
 PYTEST = ("pytest", "hypothesis", "pytest-cov", "pytest-xdist")
-SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
-"""For tests whose tensors are so small that one process leaves most of a machine idle."""
+SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4", "--max-worker-restart=0", "--dist=worksteal")
+"""For tests whose tensors are so small that one process leaves most of a machine idle.
+
+A process that ends amid a test is not replaced: its successor would run that test again.
+"""
+TEST_TIMEOUT = ("-o", "faulthandler_timeout=700", "-o", "faulthandler_exit_on_timeout=true")
+"""A test that hangs prints where each thread is, and its process ends."""
 BY_FILE = (*SIDE_BY_SIDE[:-1], "--dist=loadfile")
 """For tests of a file that share processes: else each worker starts them. (loadgroup does nothing with pytest 9.2.)"""
 TOOLS = ("ruff", "mypy", "import-linter", "nox", "mkdocs-material", "pytest-benchmark", "packaging")
@@ -110,7 +115,7 @@ def pytest(session: nox.Session, *where: str, options: tuple[str, ...] = ()) -> 
     """Run what is there; a folder without a test would be an error, so it is named only once it has one."""
     # One thread for each process of several: more threads than cores spend most of their time waiting for one another.
     env = {"OMP_NUM_THREADS": "1"} if SIDE_BY_SIDE[0] in options else {}
-    session.run("python", "-m", "pytest", "-q", *options, *(session.posargs or where), env=env)
+    session.run("python", "-m", "pytest", "-q", *TEST_TIMEOUT, *options, *(session.posargs or where), env=env)
 
 
 def run_apart(name: str, *words: str) -> tuple[int, str]:
@@ -346,7 +351,7 @@ def soak(session: nox.Session) -> None:
     install(session, *ALL, *PYTEST, *NVRTC)
     session.env["HYPOTHESIS_PROFILE"] = "explore"
     parts = (f"tests/{name}" for name in ("pure", "kernels", "engine", "dist", "models", "integrations"))
-    pytest(session, *parts, options=(*BY_FILE, "--soak"))
+    pytest(session, *parts, options=(*BY_FILE, "--soak", "-o", "faulthandler_timeout=7000"))
 
 
 @nox.session
