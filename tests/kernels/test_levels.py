@@ -367,6 +367,21 @@ def test_of_several_at_once_one_compiles(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert len(compiled) == 1
 
 
+def test_a_process_that_is_stopped_while_it_compiles_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setenv("PS_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(_compile, "_MOST_WAIT_S", 0.2)
+    monkeypatch.setattr(_compile, "compile_into", lambda folder: folder / "compiled here")
+    stopped = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(stopped, fcntl.LOCK_EX)
+    began = time.monotonic()
+    assert _compile.library() == tmp_path / "compiled here"
+    assert time.monotonic() - began >= 0.2
+    os.close(stopped)
+
+
 def test_where_the_library_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("PS_KERNELS_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -29,6 +30,8 @@ _X86_LEVELS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
 _TIMEOUT_S = 120
+_MOST_WAIT_S = 120.0
+"""Longest wait for another process that compiles: it may be stopped, or be gone and have left the lock to a fork."""
 
 
 class CompileFailed(Exception):
@@ -69,7 +72,7 @@ def library() -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process has this folder locked, and lock it within the block, where that is possible."""
+    """Lock a folder within the block, where that is possible; wait for other processes that have it locked."""
     try:
         import fcntl
 
@@ -78,9 +81,15 @@ def _locked(folder: Path) -> Iterator[None]:
     except (ImportError, OSError):  # Windows, or no folder: then compiling tells
         yield
         return
+    until = time.monotonic() + _MOST_WAIT_S
     try:
         with suppress(OSError):  # a file system without locks: each process compiles
-            fcntl.flock(opened, fcntl.LOCK_EX)
+            while time.monotonic() < until:
+                try:
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.05)
         yield
     finally:
         with suppress(OSError):  # a process that was forked meanwhile has the folder open, too
