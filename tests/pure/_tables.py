@@ -39,12 +39,19 @@ def _name(action: argparse.Action) -> str:
 
 
 def machines() -> str:
-    """Every built-in machine's figures."""
-    rows = ["| figure | " + " | ".join(f"`{name}`" for name in MACHINES) + " |", "|---|" + "--:|" * len(MACHINES)]
-    for key in NUMBERS:
-        cells = (f"{getattr(entry, key):.3g}" for entry in MACHINES.values())
-        rows.append(f"| `{key}` | " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+    """Every built-in machine's figures, and the names of those that are 0 in all."""
+    given = [key for key in NUMBERS if any(getattr(entry, key) for entry in MACHINES.values())]
+    rows = ["| machine | " + " | ".join(f"`{key}`" for key in given) + " |", "|---|" + "--:|" * len(given)]
+    for name, entry in MACHINES.items():
+        rows.append(f"| `{name}` | " + " | ".join(f"{getattr(entry, key):.3g}" for key in given) + " |")
+    others = [f"`{key}`" for key in NUMBERS if key not in given]
+    lines, line = [], "0 in all of them, for only calibration measures these:"
+    for each in others:
+        word = f" {each}" + ("." if each == others[-1] else ",")
+        if len(line + word) > 128:
+            lines, line, word = [*lines, line], "", word[1:]
+        line += word
+    return "\n".join([*rows, "", *lines, line])
 
 
 def sections() -> Iterator[tuple[str, str]]:

@@ -119,7 +119,10 @@ def test_files_by_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gib", "name"),
-    [(4, "laptop"), (8, "rtx4060"), (16, "t4"), (24, "rtx4090"), (32, "v100"), (40, "a100-40"), (80, "a100-80")],
+    [
+        *((4, "laptop"), (8, "rtx4060"), (10, "rtx3060"), (12, "rtx3060"), (16, "t4"), (24, "rtx4090")),
+        *((32, "v100"), (40, "a100-40"), (48, "l40s"), (80, "a100-80")),
+    ],
 )
 def test_the_nearest_machine_by_memory(gib: int, name: str) -> None:
     assert default_machine(gib * GIB).name == name
@@ -135,6 +138,11 @@ def test_the_nearest_machine_by_memory(gib: int, name: str) -> None:
         (16, "Tesla V100-SXM2-16GB", "v100"),
         (24, "NVIDIA GeForce RTX 4090", "rtx4090"),
         (8, "NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4060"),
+        (12, "NVIDIA GeForce RTX 3060", "rtx3060"),
+        (24, "NVIDIA GeForce RTX 3090", "rtx3090"),
+        (16, "NVIDIA GeForce RTX 4080 SUPER", "rtx4080"),
+        (32, "NVIDIA GeForce RTX 5090", "rtx5090"),
+        (48, "NVIDIA L40S", "l40s"),
         (80, "NVIDIA H1000", "a100-80"),
         (80, "", "a100-80"),
     ],

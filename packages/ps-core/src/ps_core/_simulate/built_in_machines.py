@@ -1,7 +1,8 @@
 """List machines that come with the simulator.
 
-Every figure is one that real code reaches, not a data sheet's. Matrix work inside a transformer reaches about 45-60 %
-of the data sheet, memory and links about 85-90 %. Predictions from these figures should rather be too slow.
+Every figure is one that real code reaches, not a data sheet's. (For five cards it is estimated from the sheet.) Matrix
+work inside a transformer reaches about 45-60 % of the data sheet, memory and links about 85-90 %. Predictions from
+these figures should rather be too slow.
 """
 
 from __future__ import annotations
@@ -165,6 +166,88 @@ _BUILT_IN = (
         disk_read_bandwidth=1 * GIGA,
         disk_write_bandwidth=0.5 * GIGA,
         collective_bandwidth=6 * GIGA,
+        internode_bandwidth=1 * GIGA,
+    ),
+    # The next five are estimates from sheets: half to two thirds of the matrix work, as the cards above reach. They are
+    # listed after cards with as much memory, so that 16, 24 and 32 GiB alone are taken for those.
+    # 362 TFLOP/s sheet at 350 W; GDDR6 864 GB/s; PCIe 4 x16; a server.
+    Machine(
+        name="l40s",
+        memory_bytes=48 * GIB,
+        host_memory_bytes=512 * GIB,
+        matmul_flops=180 * TERA,
+        matmul_flops_fp32=45 * TERA,
+        device_bandwidth=750 * GIGA,
+        h2d_bandwidth=24 * GIGA,
+        d2h_bandwidth=24 * GIGA,
+        host_bandwidth=200 * GIGA,
+        disk_read_bandwidth=5 * GIGA,
+        disk_write_bandwidth=3 * GIGA,
+        collective_bandwidth=12 * GIGA,
+        internode_bandwidth=10 * GIGA,
+    ),
+    # 209 TFLOP/s sheet (fp32 accumulation); GDDR7 1,792 GB/s; PCIe 5 x16.
+    Machine(
+        name="rtx5090",
+        memory_bytes=32 * GIB,
+        host_memory_bytes=64 * GIB,
+        matmul_flops=140 * TERA,
+        matmul_flops_fp32=55 * TERA,
+        device_bandwidth=1550 * GIGA,
+        h2d_bandwidth=45 * GIGA,
+        d2h_bandwidth=45 * GIGA,
+        host_bandwidth=55 * GIGA,
+        disk_read_bandwidth=6 * GIGA,
+        disk_write_bandwidth=3 * GIGA,
+        collective_bandwidth=12 * GIGA,
+        internode_bandwidth=1 * GIGA,
+    ),
+    # 97 TFLOP/s sheet (fp32 accumulation); GDDR6X 717 GB/s; PCIe 4 x16.
+    Machine(
+        name="rtx4080",
+        memory_bytes=16 * GIB,
+        host_memory_bytes=32 * GIB,
+        matmul_flops=65 * TERA,
+        matmul_flops_fp32=22 * TERA,
+        device_bandwidth=620 * GIGA,
+        h2d_bandwidth=24 * GIGA,
+        d2h_bandwidth=24 * GIGA,
+        host_bandwidth=50 * GIGA,
+        disk_read_bandwidth=4 * GIGA,
+        disk_write_bandwidth=2 * GIGA,
+        collective_bandwidth=10 * GIGA,
+        internode_bandwidth=1 * GIGA,
+    ),
+    # 71 TFLOP/s sheet (fp32 accumulation); GDDR6X 936 GB/s; PCIe 4 x16; two DDR4 channels.
+    Machine(
+        name="rtx3090",
+        memory_bytes=24 * GIB,
+        host_memory_bytes=64 * GIB,
+        matmul_flops=45 * TERA,
+        matmul_flops_fp32=18 * TERA,
+        device_bandwidth=820 * GIGA,
+        h2d_bandwidth=24 * GIGA,
+        d2h_bandwidth=24 * GIGA,
+        host_bandwidth=40 * GIGA,
+        disk_read_bandwidth=3 * GIGA,
+        disk_write_bandwidth=1.5 * GIGA,
+        collective_bandwidth=10 * GIGA,
+        internode_bandwidth=1 * GIGA,
+    ),
+    # 25 TFLOP/s sheet (fp32 accumulation); GDDR6 360 GB/s; PCIe 4 x16; two DDR4 channels.
+    Machine(
+        name="rtx3060",
+        memory_bytes=12 * GIB,
+        host_memory_bytes=32 * GIB,
+        matmul_flops=16 * TERA,
+        matmul_flops_fp32=7 * TERA,
+        device_bandwidth=310 * GIGA,
+        h2d_bandwidth=22 * GIGA,
+        d2h_bandwidth=22 * GIGA,
+        host_bandwidth=40 * GIGA,
+        disk_read_bandwidth=3 * GIGA,
+        disk_write_bandwidth=1.5 * GIGA,
+        collective_bandwidth=8 * GIGA,
         internode_bandwidth=1 * GIGA,
     ),
     # No accelerator: "device" figures are the CPU's own, per process, for tiers host and host-disk. A desktop with
