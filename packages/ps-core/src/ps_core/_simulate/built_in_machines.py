@@ -1,6 +1,6 @@
 """List machines that come with the simulator.
 
-Every figure is one that real code reaches, not a data sheet's. (For five cards it is estimated from the sheet.) Matrix
+Every figure is one that real code reaches, not a data sheet's. For five cards it is estimated from the sheet. Matrix
 work inside a transformer reaches about 45-60 % of the data sheet, memory and links about 85-90 %. Predictions from
 these figures should rather be too slow.
 """
