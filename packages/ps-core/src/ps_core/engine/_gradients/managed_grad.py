@@ -7,8 +7,8 @@ copy, which is then stored in the gradient's place.
 
 [Note: in which type]
 Operators get the gradient in the parameter's type, as with PyTorch. A copy that is changed in place stays in fp32 if 16
-bits do not hold the gradient. That is so for a sum of several passes, after a multiplication, and with a loss scale. So
-results do not depend on where the gradient is.
+bits do not hold the gradient. That is so for a sum of several passes, after a multiplication, and mostly with a loss
+scale. So results depend on the gradient's values, and not on where it is.
 """
 
 from __future__ import annotations

@@ -275,9 +275,13 @@ def decide(records: list[ParamState], parts: list[torch.Tensor], max_norm: float
         if flag:
             broken.append(record.name)
     norm = math.sqrt(total) / scale if total >= 0 else math.nan
-    if broken or not norm <= LARGEST:
-        return StepDecision(math.inf if broken else norm, True, 0.0, tuple(broken))
-    return StepDecision(norm, False, clip_factor(norm, max_norm) / scale)
+    if broken:
+        return StepDecision(math.inf, True, 0.0, tuple(broken))
+    if norm <= LARGEST:
+        return StepDecision(norm, False, clip_factor(norm, max_norm) / scale)
+    # All gradients are finite, but their squares overflow. What is not multiplied by more than 1 stays finite.
+    finite = all(abs(record.factor) <= scale for record in records)
+    return StepDecision(norm, max_norm is not None or not finite, 1.0 / scale)
 
 
 def numbers(parts: list[torch.Tensor]) -> list[list[float]]:

@@ -145,7 +145,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @property
     def last_skipped(self) -> bool:
-        """Return True if the last step was skipped because a gradient was not finite."""
+        """Return True if the last step was skipped because a gradient, or the norm to clip by, was not finite."""
         return self._outcome is not None and self._outcome.skipped
 
     def _all_assigned(self) -> bool:

@@ -183,11 +183,11 @@ class TorchStepper:
         except Exception as error:  # a class that is not ours may raise anything
             raise InvalidInput(f"{self.name} could not be {what}: {error}{ending}") from error
 
-    def _optimizer(self, parameter: torch.Tensor, values: Scalars) -> torch.optim.Optimizer:
+    def _optimizer(self, parameter: torch.Tensor, values: Sequence[tuple[str, Any]]) -> torch.optim.Optimizer:
         """Make torch's optimizer of one tensor, with these settings."""
         optimizer: torch.optim.Optimizer = self._kind([parameter], **self._given)
         group = optimizer.param_groups[0]
-        group.update(values)
+        group.update((name, value.tensor() if isinstance(value, TensorSetting) else value) for name, value in values)
         if "foreach" in group:
             group["foreach"] = False
         return optimizer
@@ -307,12 +307,25 @@ def kept(stepper: TorchStepper, values: Any) -> tuple[str, ...]:
     return tuple(name for name, value in made.items() if value is not None)
 
 
+@dataclass(frozen=True, slots=True)
+class TensorSetting:
+    """A setting that is a tensor of one number: PyTorch rounds what it computes from it to the tensor's type."""
+
+    number: float
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def tensor(self) -> torch.Tensor:
+        """Return a tensor that nobody else has."""
+        return torch.full(self.shape, self.number, dtype=self.dtype, device="cpu")
+
+
 def plain_value(name: str, value: Any) -> Any:
     """Return a setting of a param group as what can be compared (any: settings of any class)."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise InvalidInput(f"{name} must be one number when the optimizer steps, found {value!r}")
-        return value.item()
+        return TensorSetting(value.item(), value.dtype, tuple(value.shape))
     return tuple(value) if isinstance(value, list) else value
 
 
