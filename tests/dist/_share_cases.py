@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ps_dist
 from _one_process import added, adds_like, check_homes, check_weights, give, gradients
 from _zero_cases import Way, batches, passes, states
-from ps_core import SGD, Budget, Options, UnsupportedParameter
+from ps_core import SGD, Budget, Options, RanksDiverged, UnsupportedParameter
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution.find_hooks import hooks_of
 from ps_core.engine._parameters.state_transitions import GradientPlace
@@ -271,3 +271,19 @@ def ties_by_memory(each: ps_dist.TorchCollectives) -> None:
     model[1].weight.data = model[0].weight.data
     with pytest.raises(UnsupportedParameter, match=r"'0\.weight' and '1\.weight' share memory.* the Parameter itself"):
         chunked(model, SGD(lr=0.1), collectives=each)
+
+
+def twins_in_another_order(each: ps_dist.TorchCollectives) -> None:
+    """Two models of one class; the second rank trains the other one first."""
+
+    def train(joined: ps_dist.TorchCollectives) -> None:
+        pair = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            pair.append(chunked(nn.Linear(8, 8), SGD(lr=0.1), precision="fp32", collectives=joined))
+        for model, optimizer in pair if joined.rank == 0 else reversed(pair):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(RanksDiverged, match=r"rank \d did .*, model 2\)"), ps_dist.connect(timeout_s=60) as joined:
+        train(joined)

@@ -48,6 +48,7 @@ from ps_core.engine._parameters.unmanaged import move_unmanaged
 from ps_core.engine._sharding.collectives_protocol import AsyncCollectives
 from ps_core.engine._sharding.join_ranks import GroupJoin, SingleProcess
 from ps_core.engine._sharding.planned_scheduler import RanksScheduler
+from ps_core.engine._sharding.several_models import for_next_model
 from ps_core.engine._sharding.sharded_residency import ShardedResidency
 from ps_core.engine._sharding.sharded_step import sharded_components
 from ps_core.engine._support.counters import Counters
@@ -85,6 +86,8 @@ def chunked(  # noqa: PLR0913 - one name for each thing a user may want to say
             f"{rule.name} steps whole matrices, and several processes each have a part of a matrix's elements: use one "
             "process (collectives=None), or an optimizer that treats each element alone, as AdamW does"
         )
+    if collectives is not None:
+        collectives = for_next_model(collectives)
     wishes = _Wishes(model, rule, _precision(precision), max_grad_norm, accumulation_steps, collectives, options)
     ties = find_ties(model)
     if ties and collectives is not None:
