@@ -82,6 +82,7 @@ class Node:
         with self._process.stdout as lines:
             for line in lines:
                 self._lines.put(line)
+        self._lines.put("")  # there is no more
 
     def until(self, pattern: str) -> re.Match[str]:
         """Read up to the line that has it."""
@@ -90,7 +91,8 @@ class Node:
             try:
                 self.said.append(self._lines.get(timeout=max(0.0, deadline - time.monotonic())))
             except Empty:
-                raise AssertionError(f"no {pattern!r} in\n{''.join(self.said)}") from None
+                self.said.append("")
+            assert self.said[-1], f"no {pattern!r} in\n{''.join(self.said)}"
             if found := re.search(pattern, self.said[-1]):
                 return found
 

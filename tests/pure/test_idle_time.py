@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from _plans import ORIGINS, random_plan
@@ -143,6 +143,7 @@ def test_steps_of_a_small_plan_take_what_the_simulator_says(plan: object) -> Non
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(ORIGINS), st.sampled_from(sorted(MACHINES)), st.booleans())
+@example(18, "planner", "t4", True)  # steps that begin within the last pass
 def test_every_plan_has_its_pieces_in_order(seed: int, origin: str, machine: str, within: bool) -> None:
     program, plan = random_plan(random.Random(seed), origin)
     within = within and program.accumulate == 1
