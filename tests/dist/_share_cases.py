@@ -285,5 +285,5 @@ def twins_in_another_order(each: ps_dist.TorchCollectives) -> None:
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
 
-    with pytest.raises(RanksDiverged, match=r"rank \d did .*, model 2\)"), ps_dist.connect(timeout_s=60) as joined:
+    with pytest.raises(RanksDiverged, match=r"rank \d did .*\(model 2: "), ps_dist.connect(timeout_s=60) as joined:
         train(joined)

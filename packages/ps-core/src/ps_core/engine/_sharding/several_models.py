@@ -1,7 +1,7 @@
 """Tell the collectives of several models of the same processes apart.
 
 Ranks that do different things are found by what they say of each collective. Two models of one class say the same. So
-each model but the first adds its number, in the order of the calls of `chunked`, which all ranks make alike.
+each model but the first says its number, too: in the order of the calls of `chunked`, which all ranks make alike.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ _MODELS: WeakKeyDictionary[AsyncCollectives, int] = WeakKeyDictionary()
 def for_next_model(together: AsyncCollectives) -> AsyncCollectives:
     """Return the collectives for one more model."""
     number = _MODELS[together] = _MODELS.get(together, 0) + 1
-    return together if number == 1 else cast(AsyncCollectives, _OfModel(together, f", model {number}"))
+    return together if number == 1 else cast(AsyncCollectives, _OfModel(together, f"model {number}"))
 
 
 class _WithWords:
-    """Has all that another object has; ``words`` follow what a collective is for."""
+    """Has all that another object has; what its collectives are for begins with ``words``."""
 
     def __init__(self, of: Any, words: str) -> None:
         self._of, self._words = of, words
+
+    def _said(self, what: str) -> str:
+        return f"{self._words}: {what}"
 
     # Any: whatever the other object has.
     def __getattr__(self, name: str) -> Any:
@@ -40,35 +43,32 @@ class _WithWords:
 
 
 class _OfModel(_WithWords):
-    """The collectives of one model."""
+    """The collectives of one model. (Agreements have no number: errors quote them, and other collectives follow.)"""
 
     def start(self, job: Callable[[CollectiveSession], object]) -> Pending:
         started: Pending = self._of.start(lambda session: job(cast(CollectiveSession, _Session(session, self._words))))
         return started
 
     def all_values(self, values: Sequence[float], what: str = "", **which: bool) -> list[list[float]]:
-        rows: list[list[float]] = self._of.all_values(values, what + self._words, **which)
+        rows: list[list[float]] = self._of.all_values(values, self._said(what), **which)
         return rows
-
-    def agree(self, name: str, value: str) -> None:
-        self._of.agree(name + self._words, value)
 
 
 class _Buffers(_WithWords):
     """Collectives of large buffers."""
 
     def all_gather(self, into: torch.Tensor, shard: torch.Tensor, what: str) -> None:
-        self._of.all_gather(into, shard, what + self._words)
+        self._of.all_gather(into, shard, self._said(what))
 
     def reduce_scatter(self, into: torch.Tensor, source: torch.Tensor, scratch: torch.Tensor, what: str) -> None:
-        self._of.reduce_scatter(into, source, scratch, what + self._words)
+        self._of.reduce_scatter(into, source, scratch, self._said(what))
 
 
 class _Session(_Buffers):
     """Those of a job."""
 
     def exchange(self, mine: bytes, what: str) -> list[bytes]:
-        rows: list[bytes] = self._of.exchange(mine, what + self._words)
+        rows: list[bytes] = self._of.exchange(mine, self._said(what))
         return rows
 
     def on_device(self, copier: StagingCopier[torch.Tensor]) -> BufferCollectives:
