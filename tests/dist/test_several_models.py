@@ -1,4 +1,4 @@
-"""Several models of one class on the same ranks: what a rank does with another one of them meets nobody."""
+"""Several models of one class on the same ranks: ranks that use different ones at a time are told so."""
 
 from __future__ import annotations
 

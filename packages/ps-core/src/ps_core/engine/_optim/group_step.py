@@ -279,7 +279,7 @@ def decide(records: list[ParamState], parts: list[torch.Tensor], max_norm: float
         return StepDecision(math.inf, True, 0.0, tuple(broken))
     if norm <= LARGEST:
         return StepDecision(norm, False, clip_factor(norm, max_norm) / scale)
-    # All gradients are finite, but their squares overflow. What is not multiplied by more than 1 stays finite.
+    # Every element is finite, only the sum of squares overflows. A factor of at most 1 keeps each element finite.
     finite = all(abs(record.factor) <= scale for record in records)
     return StepDecision(norm, max_norm is not None or not finite, 1.0 / scale)
 

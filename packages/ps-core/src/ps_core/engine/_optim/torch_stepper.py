@@ -316,7 +316,7 @@ class TensorSetting:
     shape: tuple[int, ...]
 
     def tensor(self) -> torch.Tensor:
-        """Return a tensor that nobody else has."""
+        """Return the setting as a new tensor."""
         return torch.full(self.shape, self.number, dtype=self.dtype, device="cpu")
 
 

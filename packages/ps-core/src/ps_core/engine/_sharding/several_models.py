@@ -1,25 +1,28 @@
 """Tell the collectives of several models of the same processes apart.
 
-Ranks that do different things are found by what they say of each collective. Two models of one class say the same. So
-each model but the first says its number, too: in the order of the calls of `chunked`, which all ranks make alike.
+Each collective comes with words that say what it is for. Ranks that do different things are found by these words, which
+are the same for two models of one class. So the words of each model but the first begin with the model's number. Models
+are numbered in the order of the calls of `chunked`, which all ranks make alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-from ps_core.engine._sharding.collectives_protocol import AsyncCollectives, BufferCollectives, CollectiveSession
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    from ps_core._collectives import StagingCopier
-    from ps_core.engine._sharding.collectives_protocol import Pending
+from ps_core._collectives import StagingCopier
+from ps_core.engine._sharding.collectives_protocol import (
+    AsyncCollectives,
+    BufferCollectives,
+    CollectiveSession,
+    Pending,
+)
 
 _MODELS: WeakKeyDictionary[AsyncCollectives, int] = WeakKeyDictionary()
-"""How many models each connection has had."""
+"""The number of models that were made with each connection so far."""
 
 
 def for_next_model(together: AsyncCollectives) -> AsyncCollectives:
