@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from contextlib import suppress
 from threading import Thread, get_ident
 from typing import Any
 
@@ -222,24 +223,22 @@ def parts(each: ps_dist.TorchCollectives, at_rank: int) -> str:
 
 
 def lags(each: ps_dist.TorchCollectives) -> str:
-    """Rank 1 does not come; the others are told who is missed, it is told that they gave up."""
-    if each.mesh.rank == 1:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            try:
-                pending = (
-                    each.start_all_gather(torch.zeros(each.ranks), torch.zeros(1), "layer 1")
-                    if given_up(each)
-                    else None
-                )
-                if pending is not None:
-                    pending.wait()
-            except RanksDiverged as error:
-                return str(error)
-            time.sleep(0.05)
-        raise AssertionError("nobody gave up")
+    """Rank 1 comes once rank 0 has given up; rank 0 is told who is missed, rank 1 that it came too late."""
+    store: Any = each._watchdog._store
+    into, shard = torch.zeros(each.ranks), torch.zeros(1)
+    if each.mesh.rank == 0:
+        with pytest.raises(RanksDiverged) as caught:
+            each.all_gather(into, shard, "layer 1")
+        store.set("rank 0 gave up", "")
+        return str(caught.value)
+    deadline = time.monotonic() + 120
+    while not store.check(["rank 0 gave up"]):  # waiting within the store would keep it from the watchdog
+        assert time.monotonic() < deadline, "rank 0 did not give up"
+        time.sleep(0.05)
+    with suppress(RanksDiverged):  # what rank 0 had sent may still complete it
+        each.all_gather(into, shard, "layer 1")
     with pytest.raises(RanksDiverged) as caught:
-        each.all_gather(torch.zeros(each.ranks), torch.zeros(1), "layer 1")
+        each.all_gather(into, shard, "layer 2")
     return str(caught.value)
 
 
