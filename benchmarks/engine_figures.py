@@ -1,6 +1,6 @@
 """What the engine costs and moves, beside plain PyTorch in the same run: four figures.
 
-    python benchmarks/engine_figures.py [all-fits] [tight] [bytes] [bookkeeping] [--rounds 15] [--precision fp32 bf16]
+    python benchmarks/engine_figures.py [all-fits] [tight] [bytes] [bookkeeping] [--rounds 15] [--starts 3]
 
 Contenders take turns, a training step each, in processes of their own; a ratio is taken within a round, so that what
 disturbs the machine disturbs both. A process keeps the pages it was given, and with them its speed: so all are started
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,17 @@ from turns import ratios, spread, take_turns
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 14}
 LINK_BYTES_PER_S = 10e9
-STARTS = 3
-"""The number of times that the contenders' processes are started; with fewer rounds than this, once a round."""
 PARTS = (0.2, 0.35, 0.5, 0.65, 0.8)
 HOST = "4GiB"
 Step = Callable[[], None]
+
+
+class Repeats(NamedTuple):
+    """How often a figure's contenders take turns."""
+
+    rounds: int = 15
+    starts: int = 3
+    """The number of times that the contenders' processes are started; with fewer rounds than this, once a round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,14 +183,14 @@ def behind_links(shape: Shape, precision: str, size: int) -> Iterator[Contender]
 
 
 def in_processes(
-    contenders: dict[str, Callable[[], OwnProcess]], rounds: int, **turns: int
+    contenders: dict[str, Callable[[], OwnProcess]], repeats: Repeats, **turns: int
 ) -> tuple[dict[str, list[float]], list[Any]]:
     """Return each contender's seconds in each round, and what "emulated" told after each start.
 
-    Each start is followed by as many rounds, so there are at most ``STARTS`` - 1 more than ``rounds``.
+    Each start is followed by as many rounds, so there may be up to ``starts`` - 1 more than asked for.
     """
-    starts = min(STARTS, rounds)
-    each = -(-rounds // starts)
+    starts = min(repeats.starts, repeats.rounds)
+    each = -(-repeats.rounds // starts)
     taken, told = {name: list[float]() for name in contenders}, list[Any]()
     for start_number in range(starts):
         with ExitStack() as processes:
@@ -247,7 +253,7 @@ def least_moved(shape: Shape, precision: str, budget: int, peak: int, *, on_host
     return max(0.0, 2 * size * parameters_of(shape) - saved) + max(0, again - room)
 
 
-def all_fits(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
+def all_fits(shape: Shape, precision: str, repeats: Repeats) -> dict[str, float]:
     """Room for everything: what hooks, arena and moves cost."""
     print(f"all fits, {precision}")
     check(shape, precision)
@@ -256,7 +262,7 @@ def all_fits(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
     contenders = {way: partial(OwnProcess, plain, shape, way) for way in PLAIN_WAYS[precision]}
     for device, budget in budgets.items():
         contenders[device] = partial(OwnProcess, with_room, shape, precision, device, budget)
-    taken, told = in_processes(contenders, rounds)
+    taken, told = in_processes(contenders, repeats)
     found = told[-1]
     print(f"  {found.groups} groups, {found.fetches} fetches, {found.moved_bytes}, {found.adam_backend}")
     return {
@@ -265,7 +271,7 @@ def all_fits(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
     }
 
 
-def tight(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
+def tight(shape: Shape, precision: str, repeats: Repeats) -> dict[str, float]:
     """Room for the activations and three tenths of the model data, over a slow link."""
     print(f"tight, {precision}")
     check(shape, precision)
@@ -273,7 +279,7 @@ def tight(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
     size = peak + int(0.3 * data)
     contenders = {way: partial(OwnProcess, plain, shape, way) for way in PLAIN_WAYS[precision]}
     contenders["emulated"] = partial(OwnProcess, behind_links, shape, precision, size)
-    taken, told = in_processes(contenders, rounds, warm_up=4)
+    taken, told = in_processes(contenders, repeats, warm_up=4)
     last = -(len(taken["emulated"]) // len(told))
     copied_s = [seconds for _, every, _ in told for seconds in every[last:]]
     found, moved_bytes = told[-1][0], [count for _, _, every in told for count in every[last:]]
@@ -303,7 +309,7 @@ def moved_by(shape: Shape, precision: str, policy: str, size: int, rounds: int) 
         return first, (moved(model) - before) / rounds
 
 
-def bytes_moved(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
+def bytes_moved(shape: Shape, precision: str, repeats: Repeats) -> dict[str, float]:
     """Bytes a step over the least that is possible: by plan, by a plan that evicts as LRU does, by LRU on demand."""
     print(f"bytes moved a step over the least possible, {precision}")
     peak, data = peak_of_activations(shape, precision), parameters_of(shape) * DTYPES[precision].itemsize
@@ -312,8 +318,8 @@ def bytes_moved(shape: Shape, precision: str, rounds: int) -> dict[str, float]:
         size = peak + int(part * data)
         least = least_moved(shape, precision, size, peak)
         try:
-            first, planned = moved_by(shape, precision, "belady", size, rounds)
-            _, lru = moved_by(shape, precision, "lru", size, rounds)
+            first, planned = moved_by(shape, precision, "belady", size, repeats.rounds)
+            _, lru = moved_by(shape, precision, "lru", size, repeats.rounds)
         except DoesNotFit as error:
             print(f"  room for {part:4.0%} of the parameters: {str(error).splitlines()[0]}")
             continue
@@ -355,22 +361,31 @@ def bookkeeping(layers: int, rounds: int) -> dict[str, float]:
     return {"microseconds": numbers.median(costs)}
 
 
-FIGURES: dict[str, Callable[[Shape, str, int], dict[str, float]]] = {
+FIGURES: dict[str, Callable[[Shape, str, Repeats], dict[str, float]]] = {
     "all-fits": all_fits,
     "tight": tight,
     "bytes": bytes_moved,
 }
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"found {text}; expected 1 or more")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Figures of the engine.")
     parser.add_argument("figures", nargs="*", default=[*FIGURES, "bookkeeping"])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=_positive, default=Repeats().rounds)
+    parser.add_argument(
+        "--starts", type=_positive, default=Repeats().starts, help="times that the processes are started"
+    )
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"], choices=list(DTYPES))
     told = parser.parse_args()
     for name in told.figures:
         for precision in told.precision if name in FIGURES else ():
-            FIGURES[name](Shape(), precision, told.rounds)
+            FIGURES[name](Shape(), precision, Repeats(told.rounds, told.starts))
     if "bookkeeping" in told.figures:
         bookkeeping(24, told.rounds)
 

@@ -11,14 +11,13 @@ SMALL = figures.Shape(layers=3, hidden=64, heads=2, vocabulary=96, batch=2, leng
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_speed_where_all_fits(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "STARTS", 1)
-    assert set(figures.all_fits(SMALL, precision, 2)) == {"emulated", "cpu"}
+def test_speed_where_all_fits(precision: str) -> None:
+    assert set(figures.all_fits(SMALL, precision, figures.Repeats(2, starts=1))) == {"emulated", "cpu"}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_speed_where_little_fits(precision: str) -> None:
-    found = figures.tight(SMALL, precision, 2)
+    found = figures.tight(SMALL, precision, figures.Repeats(2))
     assert found["peak / budget"] <= 1
     assert found["least / moved"] <= 1
 
@@ -35,7 +34,7 @@ def test_turns_go_on_after_a_new_start() -> None:
 
 
 def test_bytes_moved() -> None:
-    found = figures.bytes_moved(SMALL, "bf16", 2)
+    found = figures.bytes_moved(SMALL, "bf16", figures.Repeats(2))
     assert len(found) >= 6, "two budgets or more, three ways each"
     assert min(found.values()) >= 1
 

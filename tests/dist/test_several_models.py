@@ -58,6 +58,29 @@ def look(managed: Managed, folder: Path) -> None:
         pass
 
 
+class Wrapped:
+    """A user's collectives, which cannot be weakly referenced, nor be keys of a dictionary."""
+
+    __slots__ = ("_of",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, of: Together) -> None:
+        self._of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Wrapped)
+
+    # Any: whatever the other object has.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+class Referenced(Wrapped):
+    """The same, but it can be weakly referenced."""
+
+    __slots__ = ("__weakref__",)
+
+
 WAYS: dict[str, Callable[[Managed, Path], object]] = {
     "trains": train,
     "evaluates": evaluate,
@@ -83,10 +106,14 @@ def test_ranks_that_take_another_one_are_told(way: str, device: str, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
-def test_taken_alike_each_trains_as_on_one_process(device: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "wrap"),
+    [("cpu", None), ("emulated", None), ("cpu", Wrapped), ("cpu", Referenced)],
+)
+def test_taken_alike_each_trains_as_on_one_process(device: str, wrap: Callable[[Together], Any] | None) -> None:
     def case(each: Together) -> list[dict[str, Tensor]]:
-        pair = [made(each, seed, device) for seed in (0, 1)]
+        together = each if wrap is None else wrap(each)
+        pair = [made(together, seed, device) for seed in (0, 1)]
         for step in range(4):
             trained(pair, (0, 1) if step % 2 else (1, 0), step, (each.rank,))
         found = [{name: value.clone() for name, value in model.state_dict().items()} for model, _ in pair]
@@ -102,6 +129,17 @@ def test_taken_alike_each_trains_as_on_one_process(device: str) -> None:
             assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     for model, _ in single:
         release(model)
+
+
+def test_collectives_that_are_no_keys_are_told_apart() -> None:
+    def case(each: Together) -> None:
+        together = Referenced(each)
+        pair = [made(together, seed, "cpu") for seed in (0, 1)]
+        train(pair[each.rank], Path())
+        pair[each.rank][1].step()
+
+    with pytest.raises(RanksDiverged, match="model 2"):
+        run(2, case)
 
 
 def test_processes_that_train_in_another_order_are_told(two: Crew) -> None:

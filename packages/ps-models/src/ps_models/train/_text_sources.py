@@ -29,15 +29,18 @@ _NAMED_ENDINGS = 4
 def standard_library() -> Iterator[bytes]:
     """Yield every module of Python's standard library, in the order of their paths."""
     top = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(_walk(top, LEFT_OUT), key=lambda path: path.relative_to(top).as_posix()):
+    for path in sorted(_files_in(top, LEFT_OUT), key=lambda path: path.relative_to(top).as_posix()):
         if path.suffix == ".py" and not path.is_symlink():
             yield path.read_bytes()
 
 
 def documents(path: Path, option: str = "--data") -> Iterator[Document]:
-    """Yield the documents of a file (one, or one a line or row), or of all files of a folder."""
+    """Yield the documents of a file (one, or one a line or row), or of all files of a folder.
+
+    Of a folder, what has a name that begins with a dot is left out.
+    """
     if path.is_dir():
-        for each in sorted(_walk(path)):
+        for each in sorted(_files_in(path)):
             if _is_read(each):
                 yield from documents(each, option)
         return
@@ -55,11 +58,15 @@ def documents(path: Path, option: str = "--data") -> Iterator[Document]:
 
 
 def told_of_unread(names: Iterable[str | Path]) -> str:
-    """Return in words which files of folders are not read, for their endings; empty if all are read."""
-    folders = [path for path in map(Path, names) if path.is_dir()]
-    found = Counter(each.suffix for folder in folders for each in _walk(folder) if not _is_read(each))
+    """Return in words which files of folders are not read, for their endings; empty if all are read.
+
+    Hidden files are not counted. A folder without any file is named.
+    """
+    folders = {path: list(_files_in(path)) for path in map(Path, names) if path.is_dir()}
+    found = Counter(each.suffix for files in folders.values() for each in files if not _is_read(each))
     if not found:
-        return ""
+        empty = next((path for path, files in folders.items() if not files), None)
+        return "" if empty is None else f"; {str(empty)!r} has no files"
     rows = sorted(found.items(), key=lambda row: (-row[1], row[0]))
     named = [f"{ending or 'no ending'} {count:,}" for ending, count in rows[:_NAMED_ENDINGS]]
     named += ["..."] * (len(rows) > _NAMED_ENDINGS)
@@ -71,10 +78,11 @@ def _is_read(path: Path) -> bool:
     return path.suffix in TEXT or path.suffix in TABLES or path.suffix == ".jsonl"
 
 
-def _walk(top: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
+def _files_in(top: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Yield all files in and below a folder but hidden ones, and those in hidden folders or folders of these names."""
     for folder, inner, files in os.walk(top):
-        inner[:] = [name for name in inner if name not in left_out]
-        yield from (Path(folder, name) for name in files)
+        inner[:] = [name for name in inner if name not in left_out and not name.startswith(".")]
+        yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
 def _json_lines(path: Path, option: str) -> Iterator[Document]:

@@ -15,6 +15,7 @@ from ps_core._plan import Queue
 from ps_core.engine._gradients.gradient_store import GradientStore
 from ps_core.engine._memory.make_room import has_room, make_room
 from ps_core.engine._parameters.errors import compute_tier_too_small
+from ps_core.engine._parameters.held_memory import check_held_memory
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._parameters.residency import Residency
 from ps_core.engine._parameters.state_transitions import SlotContents
@@ -109,6 +110,7 @@ class OnDemandDriver:
             total = ledger.used_bytes[0] + sum(_missing_bytes(needed)) + ledger.nonmodel_bytes
         if total > capacity:
             groups, nonmodel = self._residency.groups, ledger.nonmodel_bytes
+            check_held_memory(self._store, [group for group in self.fetched if group not in needed], name, total)
             raise compute_tier_too_small(self._store, groups, name, total, nonmodel, proven=True)
 
     def place_gradient(self, record: ParamState, gradient: torch.Tensor) -> bool:

@@ -40,6 +40,7 @@ from ps_core.engine._gradients.gradient_store import sparse_gradient_error
 from ps_core.engine._memory.chunk import Slot
 from ps_core.engine._memory.make_room import has_room, make_room
 from ps_core.engine._parameters.errors import compute_tier_too_small
+from ps_core.engine._parameters.held_memory import check_held_memory
 from ps_core.engine._parameters.param_state import ParamGroup, ParamState
 from ps_core.engine._sharding.sharded_gradients import ShardedGradients
 from ps_core.engine._sharding.submitted_collectives import CollectiveQueue, Submitted
@@ -298,6 +299,7 @@ class FollowingDriver:
             total = store.ledger.used_bytes[0] + size + nonmodel
             scattered = total <= store.tiers[0].capacity_bytes  # enough is free, but not side by side
             total = max(total, store.tiers[0].capacity_bytes + size)
+            check_held_memory(store, [group for group in self._fetched if group not in self.needed], name, total)
             raise compute_tier_too_small(store, self._residency.groups, name, total, nonmodel, proven=not scattered)
 
     def _drop_one(self) -> bool:

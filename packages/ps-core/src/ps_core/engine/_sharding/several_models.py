@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import torch
 
@@ -21,13 +21,19 @@ from ps_core.engine._sharding.collectives_protocol import (
     Pending,
 )
 
-_MODELS: WeakKeyDictionary[AsyncCollectives, int] = WeakKeyDictionary()
-"""The number of models that were made with each connection so far."""
+_MODELS: dict[int, int] = {}
+"""The number of models that were made with each connection so far, by the connection's `id`."""
 
 
 def for_next_model(together: AsyncCollectives) -> AsyncCollectives:
-    """Return the collectives for one more model."""
-    number = _MODELS[together] = _MODELS.get(together, 0) + 1
+    """Return the collectives for one more model; those that cannot be weakly referenced are not counted."""
+    own = id(together)
+    if own not in _MODELS:
+        try:
+            finalize(together, _MODELS.pop, own).atexit = False
+        except TypeError:
+            return together
+    number = _MODELS[own] = _MODELS.get(own, 0) + 1
     return together if number == 1 else cast(AsyncCollectives, _OfModel(together, f"model {number}"))
 
 
