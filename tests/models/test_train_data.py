@@ -179,6 +179,20 @@ def test_files_of_other_endings_are_counted(tmp_path: Path) -> None:
             corpus(options(tmp_path / name, seq=2, eval_data=(str(tmp_path / "held"),)))
 
 
+def test_hidden_files_are_no_data(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    for name in (".git/a.md", ".hidden.md", ".git/b.rs", ".c.rs"):
+        (tmp_path / name).write_text("hidden " * 9)
+    with pytest.raises(InvalidInput, match=rf"^--data: 0 tokens .*; {re.escape(repr(str(tmp_path)))} has no files$"):
+        corpus(options(tmp_path))
+    (tmp_path / "read.md").write_text("read " * 9)
+    found = corpus(options(tmp_path, seq=2))
+    assert "hidden" not in Bytes().decode(found.train[0].tolist())
+    assert "not read" not in found.told
+    (tmp_path / ".named.md").write_text("named " * 9)
+    assert "named" in Bytes().decode(corpus(options(tmp_path / ".named.md", seq=2)).train[0].tolist())
+
+
 def test_a_folder_is_read_whatever_its_folders_are_called(tmp_path: Path) -> None:
     for name in ("train", "test", "tests"):
         (tmp_path / name).mkdir()

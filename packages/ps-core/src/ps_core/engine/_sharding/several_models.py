@@ -7,9 +7,9 @@ are numbered in the order of the calls of `chunked`, which all ranks make alike.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
-from weakref import finalize
 
 import torch
 
@@ -30,7 +30,7 @@ def for_next_model(together: AsyncCollectives) -> AsyncCollectives:
     own = id(together)
     if own not in _MODELS:
         try:
-            finalize(together, _MODELS.pop, own).atexit = False
+            weakref.finalize(together, _MODELS.pop, own).atexit = False
         except TypeError:
             return together
     number = _MODELS[own] = _MODELS.get(own, 0) + 1
