@@ -27,6 +27,7 @@ def check_held_memory(store: TierStore, unused: Iterable[ParamGroup], moment: st
         needed_bytes=needed_bytes,
         available_bytes=tier.capacity_bytes,
         proven=False,
+        depends_on_batch=bool(store.ledger.nonmodel_bytes),
         remedies=(
             suggest_budget(store.limits, 0, needed_bytes) + ", and what more tensors of parameters' memory keep",
             f"materialized(model): read many parameters at once within it: tensors with the memory of {names[0]!r}"
