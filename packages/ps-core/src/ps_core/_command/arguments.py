@@ -120,7 +120,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     states = "fp32 states of the optimizer for each parameter, besides its master (default: 2, AdamW's)"
     add("--optimizer-states", type=int, choices=range(len(STATES) + 1), default=2, metavar="N", help=states)
     add("--checkpointing", action=flag, default=True, help="recompute blocks in backward (default: yes)")
-    auto = "move checkpoints off the GPU (default: where it helps)"
+    auto = "move inputs of recomputed blocks off the GPU (default: where it helps)"
     add("--offload-checkpoints", action=flag, default=None, help=auto)
     add("--chunked-loss", action=flag, default=True, help="compute head and loss in chunks of rows (default: yes)")
     add("--untied-head", action=flag, default=False, help="give the model a head of its own (default: no)")
