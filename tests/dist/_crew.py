@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +35,20 @@ def free_port() -> int:
             return port
 
 
+def exit_status(child: int) -> int:
+    """Return the exit status of a fork, which must end soon: it may have copied a lock that nobody gives back."""
+    deadline_s = time.monotonic() + 60
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline_s:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError("a fork did not end")
+        time.sleep(0.01)
+
+
 def torchrun(program: Path, *, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
     """Two processes with a thread each; what they printed."""
     return subprocess.run(
@@ -50,6 +66,8 @@ class Crew:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
+        self._broken = ""
+        """Why no case can be run any more; empty: each can."""
         context = multiprocessing.get_context("spawn")
         port = free_port()
         self._lines: list[Connection] = []
@@ -64,12 +82,14 @@ class Crew:
 
     def run(self, case: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
         """What ``case(collectives, *args)`` gives on each rank; settings are `connect`'s."""
+        assert not self._broken, self._broken
         for line in self._lines:
             line.send((case, args, settings))
         found = []
         for rank, line in enumerate(self._lines):
             if not line.poll(_WAIT_S):
-                raise AssertionError(f"rank {rank} did not answer")
+                self._broken = f"rank {rank} did not answer in {case.__name__}; nor would it in later cases"
+                raise AssertionError(self._broken)
             try:
                 good, value = line.recv()
             except EOFError:  # it was killed, which the case wants

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ps_dist
+from _crew import exit_status
 from ps_core import AdamW, Budget
 from ps_core._errors import InvalidInput, RanksDiverged
 from ps_core.engine import chunked, release, statistics
@@ -67,8 +68,9 @@ def used_in_a_fork(each: ps_dist.TorchCollectives, what: str) -> None:
                 uses[what]()
             except InvalidInput as error:
                 os._exit(42 if "whose host memory other ranks read" in str(error) else 1)
-            os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+            finally:  # whatever happened, the child goes no further
+                os._exit(2)
+        assert exit_status(child) == 42
         after = [group.chunks[group.weight].home.memory for group in hooks_of(model).engine.groups]
         assert all(map(torch.equal, before, after))
         optimizer.step()

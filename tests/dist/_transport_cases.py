@@ -6,7 +6,7 @@ import math
 import os
 import time
 from contextlib import suppress
-from threading import Thread, get_ident
+from threading import Event, Thread, get_ident
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ps_dist
+from _crew import exit_status
 from ps_core._collectives import Collectives
 from ps_core._errors import InvalidInput, RanksDiverged
 
@@ -110,8 +111,9 @@ def in_a_copy(each: ps_dist.TorchCollectives) -> None:
         except InvalidInput as error:
             each.close()
             os._exit(42 if "a copy (fork) of rank" in str(error) else 1)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+        finally:  # whatever happened, the child goes no further
+            os._exit(1)
+    assert exit_status(child) == 42
     each.barrier()
 
 
@@ -239,6 +241,16 @@ def lags(each: ps_dist.TorchCollectives) -> str:
         each.all_gather(into, shard, "layer 1")
     with pytest.raises(RanksDiverged) as caught:
         each.all_gather(into, shard, "layer 2")
+    return str(caught.value)
+
+
+def stuck(each: ps_dist.TorchCollectives) -> str:
+    """Rank 1's job waits for something of its own, and comes to no collective; both are told who is missed."""
+    never = Event()
+    wait = each.barrier if each.mesh.rank == 0 else each.start(lambda session: never.wait(60)).wait
+    with pytest.raises(RanksDiverged) as caught:
+        wait()
+    never.set()
     return str(caught.value)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Iterator
 from threading import Event, Thread
 
@@ -9,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from _crew import free_port
 from ps_core import RanksDiverged
+from ps_dist import _shard_answers as shard_answers
 from ps_dist._shard_answers import ADDRESS, ShardAnswers, refuses
 
 
@@ -87,11 +91,46 @@ def test_a_rank_that_leaves_answers_nobody_who_waits(pair: list[ShardAnswers]) -
 
     mine.add(lambda group, _: _shard(0, 2, group))
     model = other.add(answer)
-    leaving = Thread(target=lambda: (asked.wait(), other.close()))
+    leaving = Thread(target=lambda: (asked.wait(30), other.close()))
     leaving.start()
     with pytest.raises(RanksDiverged, match="rank 1 does not answer for its shard of group 5"):
         mine.ask(model, 5, 1, me=0)
     leaving.join()
+
+
+def test_who_connects_and_asks_nothing_is_left(pair: list[ShardAnswers], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_answers, "_QUESTION_S", 0.2)
+    mine, other = pair
+    _, host, port = ADDRESS.unpack(other.address)
+    with socket.create_connection((host.rstrip(b"\0").decode(), port)):
+        begun_s = time.monotonic()
+        assert mine.ask(0, 5, 0, me=0)[1].equal(_shard(1, 0, 5))
+        assert time.monotonic() - begun_s < 4, "not the timeout of answers"
+
+
+def test_an_address_within_a_computer_is_not_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = shard_answers._own_address
+    asked = []
+
+    def towards(host: str) -> str:
+        asked.append(host)
+        return "127.0.0.2" if host == shard_answers._ELSEWHERE else own(host)
+
+    monkeypatch.setattr(shard_answers, "_own_address", towards)
+    hosts = []
+    for several in (False, True):
+        each = ShardAnswers("localhost", 5.0, several_computers=several)
+        hosts.append(ADDRESS.unpack(each.address)[1].rstrip(b"\0").decode())
+        each.close()
+    assert shard_answers.is_within_computer(hosts[0])
+    assert hosts[1] == "127.0.0.2"
+    assert asked == ["localhost", "localhost", shard_answers._ELSEWHERE]
+
+
+def test_an_address_within_a_computer_tells_nothing_of_another_one() -> None:
+    address = ADDRESS.pack(b"", b"127.0.0.1", free_port())
+    assert refuses(address)
+    assert not refuses(address, several_computers=True)
 
 
 def test_who_has_ended_refuses_and_who_is_busy_does_not() -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from _crew import exit_status
 from ps_dist import Mesh
 from ps_dist._messages import ConnectionBroken
 from ps_dist._peer_connections import MOST_BYTES_HERE, PeerListener
@@ -256,7 +257,7 @@ def test_what_comes_while_a_rank_answers_another_one_is_read(monkeypatch: pytest
     def send_late(connection: Any, text: bytes) -> None:
         first_read.set()
         while reader._connections[2].head(5) is None and connection.peer == 1:
-            reader._wait_for(())
+            reader._wait_for({reader._connections[2]})
         send(connection, text)
 
     monkeypatch.setattr(reader, "_send", send_late)
@@ -331,8 +332,9 @@ def test_a_fork_has_no_memory_of_the_heap() -> None:
             heap.allocate(PAGE)
         except MemoryError:
             os._exit(0)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        finally:  # whatever happened, the child goes no further
+            os._exit(1)
+    assert exit_status(child) == 0
 
 
 def test_a_fork_that_drops_memory_does_not_take_it_from_its_owner() -> None:
@@ -342,5 +344,5 @@ def test_a_fork_that_drops_memory_does_not_take_it_from_its_owner() -> None:
     if not child:
         del kept
         os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert exit_status(child) == 0
     assert bool((kept == 3).all())

@@ -120,6 +120,14 @@ def test_ranks_that_part_ways_are_told_where(at_rank: int) -> None:
         assert f"the ranks do different things; the first difference is {where}" in message
 
 
+def test_a_job_that_never_comes_to_its_collective_ends_once_another_rank_gave_up() -> None:
+    with crew(2) as lost:
+        told, late = lost.run(cases.stuck, timeout_s=2)
+    reason = r"rank 0 on \S+ waited over 2 s: rank 1 on \S+ is at number 0 \(between collectives\)$"
+    assert re.search(reason, told)
+    assert re.search(rf"rank 1 of 2: nothing cannot end: {reason}", late)
+
+
 def test_a_rank_that_does_not_come_is_named() -> None:
     with crew(2) as lost:
         told, late = lost.run(cases.lags, timeout_s=2)

@@ -103,6 +103,7 @@ class TorchCollectives:
         self.process = mesh.rank
         """This process's rank among all."""
         here = sharing.ranks_on_computer_of(mesh.rank)
+        self._several_computers = here < mesh.size
         self.local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", here)), mesh.size)
         """Processes on this computer, as torchrun says, or as they found; all processes where they know of none."""
 
@@ -125,11 +126,12 @@ class TorchCollectives:
         All processes call this for the same models in the same order. ``answer`` is called on another thread.
         """
         if self._answers is None:
-            self._answers = ShardAnswers(os.environ.get("MASTER_ADDR", "localhost"), self._groups.timeout_s)
+            several, reached_by = self._several_computers, os.environ.get("MASTER_ADDR", "localhost")
+            self._answers = ShardAnswers(reached_by, self._groups.timeout_s, several_computers=several)
             address = self._answers.address
             found = self.start(lambda session: session.exchange(address, "where questions are answered")).wait()
             self._answers.set_addresses([found[rank] for rank in self.mesh.shard_peers])
-            self._watchdog.has_ended = lambda rank: refuses(found[rank])
+            self._watchdog.has_ended = lambda rank: refuses(found[rank], several_computers=several)
         model = self._answers.add(answer)
         return partial(self._answers.ask, model, me=self.mesh.shard)
 

@@ -122,6 +122,12 @@ class CommThread:
         return pending
 
     @property
+    def oldest_open(self) -> Pending | None:
+        """Return the job that was submitted first of those that are not over; None: all are."""
+        with self._lock:
+            return next(iter(self._open), None)
+
+    @property
     def current(self) -> tuple[HistoryEntry, float] | None:
         """Return the collective that waits for other ranks, and for how many seconds it has; None between collectives.
 
@@ -202,7 +208,7 @@ class CommThread:
                 continue
             try:
                 pending.run()
-            except Exception as error:
+            except BaseException as error:
                 peer = error.peer if isinstance(error, ConnectionBroken) else None
                 self.failure = Failure(first_line(error), peer)
                 return  # `Watchdog` finds the cause, and calls `fail`

@@ -205,8 +205,9 @@ class PeerListener:
 
 def _wait_for(unix_socket: socket.socket, give_up: Callable[[], bool], limit_s: float) -> None:
     """Wait until there is something to read."""
-    left_s = limit_s
-    while not select.select([unix_socket], [], [], min(_CHECK_S, left_s))[0]:
+    left_s, poll = limit_s, select.poll()  # which takes any descriptor; select.select takes none from 1,024 on
+    poll.register(unix_socket, select.POLLIN)
+    while not poll.poll(1000 * min(_CHECK_S, left_s)):
         left_s -= _CHECK_S
         if give_up() or left_s <= 0:
             raise TimeoutError(f"another process did not connect within {limit_s:g} s")

@@ -6,6 +6,7 @@ the question goes to a thread of each of them, over a separate connection. Nobod
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import socket
 import struct
@@ -22,6 +23,10 @@ _QUESTION, _SIZE = struct.Struct("<16sqqq"), struct.Struct("<q")
 ADDRESS = struct.Struct("<16s48sH")
 """An address as ranks exchange it: a secret, the host, the port."""
 
+_ELSEWHERE = "192.0.2.1"
+"""An address of no computer, kept for documentation: the way to it is the way to other networks."""
+_QUESTION_S = 5.0
+"""Seconds in which whoever connects must ask; others wait meanwhile."""
 _REFUSES_S = 0.2
 """Seconds in which a computer that runs refuses a connection, if nobody listens there."""
 
@@ -32,13 +37,20 @@ Answer = Callable[[int, int], Tensor | None]
 class ShardAnswers:
     """One process's thread that answers, and its questions to the others."""
 
-    def __init__(self, reached_by: str, timeout_s: float) -> None:
-        """``reached_by``: a host that every rank reaches; the address by which this process reaches it is used."""
+    def __init__(self, reached_by: str, timeout_s: float, *, several_computers: bool = False) -> None:
+        """``reached_by``: a host that every rank reaches; the address by which this process reaches it is used.
+
+        On the host itself that may be an address within the computer, which ranks on others cannot reach. With
+        ``several_computers`` the address towards other networks is used then, if there is one.
+        """
         self._timeout_s, self._secret = timeout_s, secrets.token_bytes(16)
         self._answers: list[Answer] = []
         """By the number of the model that they are about."""
         self._others: Sequence[bytes] = ()
         self._host = _own_address(reached_by)
+        if several_computers and is_within_computer(self._host):
+            with suppress(OSError):
+                self._host = _own_address(_ELSEWHERE)
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         self._socket = socket.create_server((self._host, 0), family=family, backlog=128)
         self._closed = Event()
@@ -95,9 +107,10 @@ class ShardAnswers:
             except OSError:  # closed
                 return
             with connection, suppress(Exception):  # who asks in vain says so, and others are still answered
-                connection.settimeout(self._timeout_s)
+                connection.settimeout(min(_QUESTION_S, self._timeout_s))
                 secret, *question = _QUESTION.unpack(_receive(connection, _QUESTION.size))
                 shard = self._answered(*question) if secrets.compare_digest(secret, self._secret) else None
+                connection.settimeout(self._timeout_s)
                 if shard is not None:
                     connection.sendall(_SIZE.pack(shard.numel()))
                     connection.sendall(shard.numpy().data)
@@ -111,19 +124,27 @@ class ShardAnswers:
         return None
 
 
-def refuses(address: bytes) -> bool:
+def refuses(address: bytes, *, several_computers: bool = False) -> bool:
     """Return True if nobody listens at the address: its process has ended. The kernel answers for one that is stopped.
 
-    False also where that cannot be told.
+    False also where that cannot be told, as of an address within a computer where there are several.
     """
-    _, host, port = ADDRESS.unpack(address)
+    _, packed, port = ADDRESS.unpack(address)
+    host = packed.rstrip(b"\0").decode()
     try:
-        socket.create_connection((host.rstrip(b"\0").decode(), port), _REFUSES_S).close()
+        if several_computers and is_within_computer(host):
+            return False
+        socket.create_connection((host, port), _REFUSES_S).close()
     except ConnectionRefusedError:
         return True
     except OSError:
         return False
     return False
+
+
+def is_within_computer(host: str) -> bool:
+    """Return True for an address that means the computer itself on every computer."""
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 def _receive(connection: socket.socket, size: int) -> bytearray:

@@ -23,7 +23,7 @@ from typing import Any
 
 from ps_core._errors import RanksDiverged
 from ps_dist._collective_history import CollectiveHistory, HistoryEntry
-from ps_dist._comm_thread import CommThread
+from ps_dist._comm_thread import CommThread, Pending
 from ps_dist._error_text import first_line
 from ps_dist._failure_reasons import Names, PeerState, Reason, Wait, reason_to_stop
 from ps_dist._local_ranks import LocalRanks, Location
@@ -65,6 +65,8 @@ class Watchdog:
         self._heard: str | None = None
         self._unreachable: frozenset[int] = frozenset()
         self._has_read = False
+        self._left_alone: tuple[Pending, float] | None = None
+        """The job that was the oldest one at the last look after another rank gave up, and since when it was."""
         self._own_error = ""
         self.has_ended: Callable[[int], bool] = lambda rank: False
         """Asks a rank's computer whether the rank's process has ended; False: it is not known."""
@@ -129,7 +131,21 @@ class Watchdog:
             return False
         current = self._comm.current
         patience_s = self._timeouts.long_s if self._heard is None else self._timeouts.look_s
-        return self._comm.failure is not None or (current is not None and current[1] > patience_s)
+        waits = self._comm.failure is not None or (current is not None and current[1] > patience_s)
+        return waits or self._is_stuck()
+
+    def _is_stuck(self) -> bool:
+        """Return True if, after another rank gave up, one job of this rank takes long without any collective.
+
+        Such a job may wait for its own device, which nothing else ends.
+        """
+        oldest = None if self._heard is None or self._comm.current is not None else self._comm.oldest_open
+        if oldest is None:
+            self._left_alone = None
+            return False
+        if self._left_alone is None or self._left_alone[0] is not oldest:
+            self._left_alone = oldest, self._clock()
+        return self._clock() - self._left_alone[1] > self._timeouts.answer_s
 
     def _wait(self, *, store_silent_s: float = 0.0, store_error: str = "") -> Wait:
         now_s, current, failure = self._clock(), self._comm.current, self._comm.failure
