@@ -254,6 +254,16 @@ def stuck(each: ps_dist.TorchCollectives) -> str:
     return str(caught.value)
 
 
+def leave_amid_different_work(each: ps_dist.TorchCollectives) -> float:
+    """The seconds that it takes to leave while what was begun, and nobody waits for, cannot end."""
+    other = ps_dist.connect(timeout_s=60)
+    whole, shard = torch.zeros(each.ranks), torch.zeros(1)
+    other.start_all_gather(whole, shard, f"layer {each.mesh.rank}")
+    begun_s = time.monotonic()
+    other.close()
+    return time.monotonic() - begun_s
+
+
 def given_up(each: ps_dist.TorchCollectives) -> bool:
     """Whether another rank has written why."""
     store: Any = each._watchdog._store

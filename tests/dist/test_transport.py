@@ -120,6 +120,11 @@ def test_ranks_that_part_ways_are_told_where(at_rank: int) -> None:
         assert f"the ranks do different things; the first difference is {where}" in message
 
 
+def test_who_leaves_amid_different_work_does_not_wait_for_the_timeout() -> None:
+    with crew(2) as lost:
+        assert max(lost.run(cases.leave_amid_different_work)) < 30, "of a timeout of 60 s"
+
+
 def test_a_job_that_never_comes_to_its_collective_ends_once_another_rank_gave_up() -> None:
     with crew(2) as lost:
         told, late = lost.run(cases.stuck, timeout_s=2)

@@ -194,7 +194,11 @@ class CommThread:
     def close(self, *, waits: bool = True) -> bool:
         """End the thread; False if it is still running, because after a failure it waits for another process."""
         self._queue.put(None)
-        self._thread.join(self._hopeless_s if waits and self.error is None else _IDLE_END_S)
+        deadline_s = self.clock() + self._hopeless_s
+        while waits and self.error is None and self._thread.is_alive() and self.clock() < deadline_s:
+            self._thread.join(_CHECK_S)
+            self.check_wait()
+        self._thread.join(_IDLE_END_S)
         return not self._thread.is_alive()
 
     def wait_cut(self) -> None:
