@@ -1,6 +1,7 @@
 """What the engine costs and moves, beside plain PyTorch in the same run: four figures.
 
-    python benchmarks/engine_figures.py [all-fits] [tight] [bytes] [bookkeeping] [--rounds 15] [--starts 3]
+    python benchmarks/engine_figures.py [all-fits] [tight] [bytes] [bookkeeping]
+        [--rounds 15] [--starts 3] [--precision fp32 bf16]
 
 Contenders take turns, a training step each, in processes of their own; a ratio is taken within a round, so that what
 disturbs the machine disturbs both. A process keeps the pages it was given, and with them its speed: so all are started
@@ -40,7 +41,7 @@ Step = Callable[[], None]
 
 
 class Repeats(NamedTuple):
-    """How often a figure's contenders take turns."""
+    """Numbers of rounds and of starts with which a figure is measured."""
 
     rounds: int = 15
     starts: int = 3

@@ -36,7 +36,10 @@ def free_port() -> int:
 
 
 def exit_status(child: int) -> int:
-    """Return the exit status of a fork, which must end soon: it may have copied a lock that nobody gives back."""
+    """Return the exit status of a forked process; kill it and raise if it has not ended after a minute.
+
+    It may wait for a lock that another thread held at the fork, and that nobody releases in the copy.
+    """
     deadline_s = time.monotonic() + 60
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)

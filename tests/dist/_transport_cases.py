@@ -255,7 +255,7 @@ def stuck(each: ps_dist.TorchCollectives) -> str:
 
 
 def leave_amid_different_work(each: ps_dist.TorchCollectives) -> float:
-    """The seconds that it takes to leave while what was begun, and nobody waits for, cannot end."""
+    """Begin a collective that differs on each rank, and leave without waiting for it; return the seconds of leaving."""
     other = ps_dist.connect(timeout_s=60)
     whole, shard = torch.zeros(each.ranks), torch.zeros(1)
     other.start_all_gather(whole, shard, f"layer {each.mesh.rank}")

@@ -76,7 +76,7 @@ class Wrapped:
 
 
 class Referenced(Wrapped):
-    """The same, but it can be weakly referenced."""
+    """A user's collectives, which can be weakly referenced, but are no keys of a dictionary."""
 
     __slots__ = ("__weakref__",)
 

@@ -130,7 +130,7 @@ def test_a_job_that_never_comes_to_its_collective_ends_once_another_rank_gave_up
         told, late = lost.run(cases.stuck, timeout_s=2)
     reason = r"rank 0 on \S+ waited over 2 s: rank 1 on \S+ is at number 0 \(between collectives\)$"
     assert re.search(reason, told)
-    assert re.search(rf"rank 1 of 2: nothing cannot end: {reason}", late)
+    assert re.search(rf"rank 1 of 2: a job between collectives cannot end: {reason}", late)
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -183,7 +183,9 @@ def test_hidden_files_are_no_data(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     for name in (".git/a.md", ".hidden.md", ".git/b.rs", ".c.rs"):
         (tmp_path / name).write_text("hidden " * 9)
-    with pytest.raises(InvalidInput, match=rf"^--data: 0 tokens .*; {re.escape(repr(str(tmp_path)))} has no files$"):
+    with pytest.raises(
+        InvalidInput, match=rf"^--data: 0 tokens .*; {re.escape(repr(str(tmp_path)))} has no files, hidden ones aside$"
+    ):
         corpus(options(tmp_path))
     (tmp_path / "read.md").write_text("read " * 9)
     found = corpus(options(tmp_path, seq=2))

@@ -26,7 +26,7 @@ ADDRESS = struct.Struct("<16s48sH")
 _ELSEWHERE = "192.0.2.1"
 """An address of no computer, kept for documentation: the way to it is the way to other networks."""
 _QUESTION_S = 5.0
-"""Seconds in which whoever connects must ask; others wait meanwhile."""
+"""Seconds that a connection has to send its question. Questions on other connections wait meanwhile."""
 _REFUSES_S = 0.2
 """Seconds in which a computer that runs refuses a connection, if nobody listens there."""
 

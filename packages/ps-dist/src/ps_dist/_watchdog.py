@@ -65,8 +65,8 @@ class Watchdog:
         self._heard: str | None = None
         self._unreachable: frozenset[int] = frozenset()
         self._has_read = False
-        self._left_alone: tuple[Pending, float] | None = None
-        """The job that was the oldest one at the last look after another rank gave up, and since when it was."""
+        self._oldest_since: tuple[Pending, float] | None = None
+        """The oldest job at the last look after another rank gave up, and the time since when it is the oldest."""
         self._own_error = ""
         self.has_ended: Callable[[int], bool] = lambda rank: False
         """Asks a rank's computer whether the rank's process has ended; False: it is not known."""
@@ -141,11 +141,11 @@ class Watchdog:
         """
         oldest = None if self._heard is None or self._comm.current is not None else self._comm.oldest_open
         if oldest is None:
-            self._left_alone = None
+            self._oldest_since = None
             return False
-        if self._left_alone is None or self._left_alone[0] is not oldest:
-            self._left_alone = oldest, self._clock()
-        return self._clock() - self._left_alone[1] > self._timeouts.answer_s
+        if self._oldest_since is None or self._oldest_since[0] is not oldest:
+            self._oldest_since = oldest, self._clock()
+        return self._clock() - self._oldest_since[1] > self._timeouts.answer_s
 
     def _wait(self, *, store_silent_s: float = 0.0, store_error: str = "") -> Wait:
         now_s, current, failure = self._clock(), self._comm.current, self._comm.failure
@@ -176,7 +176,7 @@ class Watchdog:
 
     def _fail(self, text: str) -> None:
         current = self._comm.current
-        doing = "nothing" if current is None else f"number {current[0].number}, {current[0].what},"
+        doing = "a job between collectives" if current is None else f"number {current[0].number}, {current[0].what},"
         where = f"rank {self._rank} of {self._ranks}"
         self._comm.fail(RanksDiverged(f"{where}: {doing} cannot end: {text}"))
         self.abort()

@@ -60,13 +60,13 @@ def documents(path: Path, option: str = "--data") -> Iterator[Document]:
 def told_of_unread(names: Iterable[str | Path]) -> str:
     """Return in words which files of folders are not read, for their endings; empty if all are read.
 
-    Hidden files are not counted. A folder without any file is named.
+    Hidden files are not counted. A folder without any other file is named.
     """
     folders = {path: list(_files_in(path)) for path in map(Path, names) if path.is_dir()}
     found = Counter(each.suffix for files in folders.values() for each in files if not _is_read(each))
     if not found:
         empty = next((path for path, files in folders.items() if not files), None)
-        return "" if empty is None else f"; {str(empty)!r} has no files"
+        return "" if empty is None else f"; {str(empty)!r} has no files, hidden ones aside"
     rows = sorted(found.items(), key=lambda row: (-row[1], row[0]))
     named = [f"{ending or 'no ending'} {count:,}" for ending, count in rows[:_NAMED_ENDINGS]]
     named += ["..."] * (len(rows) > _NAMED_ENDINGS)
