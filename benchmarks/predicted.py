@@ -37,7 +37,7 @@ class Server:
     """Bytes of a node."""
 
     def training(self, gpus: int, batch: int = 4, nodes: int = 1) -> Training:
-        """Sequences of 1024; checkpoints offloaded where it helps; the loss in chunks of rows."""
+        """Sequences of 1024; inputs of recomputed blocks offloaded where it helps; the loss in chunks of rows."""
         cluster = Cluster(gpus=gpus, nodes=nodes, device_memory=self.device, host_memory=self.host)
         return Training(
             cluster=cluster,
@@ -153,12 +153,12 @@ and simulated on a [machine file](command.md#machine-files). `python benchmarks/
 writes the page. To predict for your own model and computer, use [`pstar plan` and `pstar scale`](command.md). `pstar
 plan` searches longer than this script, and may find a plan that is about 1 % faster.
 
-- **Setting.** Sequences have 1024 tokens. Batch is per GPU. Blocks are recomputed in backward. The loss is computed
-  in chunks of rows. Checkpoints leave the GPU where that helps. TFLOPS count 8 operations per parameter and token,
-  per GPU.
+- **Setting.** Sequences have 1024 tokens. Batch is per GPU. Blocks are recomputed in backward; their inputs leave the
+  GPU where that helps. The loss is computed in chunks of rows. TFLOPS count 8 operations per parameter and token, per
+  GPU.
 - **Speeds** are those of the engine. The CPU steps during the next forward pass, which waits for each group's step
   before it needs the group ([ADR 42](adr/0042-steps-beside-the-next-pass.md)). *Bound* is what the plan would allow
-  if the step overlapped backward too: 6.7B (`gpt-32x4096`) in 24 GiB of an H200, batch 8, checkpoints kept, takes
+  if the step overlapped backward too: 6.7B (`gpt-32x4096`) in 24 GiB of an H200, batch 8, these inputs kept, takes
   1,380 ms where the bound is 1,230. Several processes follow [one plan](distributed.md#order) too; each one's cores
   step its shards.
 - **How near.** An H200 ran three such plans, each on two occasions. The built-in rates had predicted from 6 % more to
@@ -189,7 +189,8 @@ APART = """
 
 `llama-8b` has a vocabulary of 128,256: a token table and a head of 1.0 GB each in 16 bits. What a GPU of 8 GiB (rates
 of `rtx4060`, batch 4, 192 GiB of host memory) does with them whole, and with `--cpu-embedding` and `--head-tiles 16`.
-*Least* is the device memory below which there is no plan, the reserve of 0.6 GB included; checkpoints leave the GPU.
+*Least* is the device memory below which there is no plan, the reserve of 0.6 GB included. Inputs of recomputed blocks
+leave the GPU.
 """
 
 TAIL = """

@@ -47,9 +47,9 @@ def test_a_good_plan_needs_no_advice() -> None:
 def test_advice_mentions_what_was_chosen_for_the_user() -> None:
     found = forecast(MODEL, training(offload_checkpoints=True))
     assert found.offloads
-    assert not any("checkpoints leave" in line for line in advice(MODEL, found))
+    assert not any("inputs of recomputed blocks leave" in line for line in advice(MODEL, found))
     chosen = replace(found, training=training(offload_checkpoints=None))
-    assert any("checkpoints leave" in line for line in advice(MODEL, chosen))
+    assert any("inputs of recomputed blocks leave" in line for line in advice(MODEL, chosen))
 
 
 def test_advice_warns_of_a_full_host() -> None:

@@ -125,9 +125,9 @@ def test_offloading_is_tried_where_it_could_help(
     asked: str,
     best: float | None,
 ) -> None:
-    """What was planned: k and o with checkpoints kept and offloaded; K and O extents that move one at a time, which
-    take long to plan and longer to run, only where nothing else does. Offloading that is no faster at a rough look is
-    not planned."""
+    """What was planned: k and o with recomputed blocks' inputs kept and offloaded; K and O extents that move one at a
+    time, which take long to plan and longer to run, only where nothing else does. Offloading that is no faster at a
+    rough look is not planned."""
     script = Scripted(plain and timed(*plain), offloaded and timed(*offloaded), roomy=roomy)
     monkeypatch.setattr(forecasting, "Way", script)
     if best is None:

@@ -106,8 +106,8 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     ],
 )
 def test_a_search_looks_at_little(written: Counter[str], gpus: int, quick: bool, most: int) -> None:
-    """175B with checkpoints kept and offloaded, and advice. On 32 GPUs it wrote 251,000 instructions when all ways of
-    training were searched to the end. Once, on 16 GPUs, it wrote 63,000, and 71,000 that move
+    """175B with recomputed blocks' inputs kept and offloaded, and advice. On 32 GPUs it wrote 251,000 instructions
+    when all ways of training were searched to the end. Once, on 16 GPUs, it wrote 63,000, and 71,000 that move
     extents one at a time, which is no answer where others overlap."""
     cluster = Cluster(gpus=gpus, nodes=gpus // 8, device_memory=40 * GIB, host_memory=1000 * GIB)
     training = Training(cluster=cluster, machine=MACHINES["a100-40"], offload_checkpoints=None, quick=quick)

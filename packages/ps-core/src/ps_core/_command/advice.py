@@ -64,7 +64,7 @@ def advice(subject: Subject, found: Forecast) -> tuple[str, ...]:
         )
     said += _faster(subject, found)
     if found.offloads and not isinstance(found.training.offload_checkpoints, bool):
-        said.append("checkpoints leave the GPU between forward and backward (--no-offload-checkpoints keeps them)")
+        said.append("inputs of recomputed blocks leave the GPU until backward (--no-offload-checkpoints keeps them)")
     if found.training.cpu_embedding and found.table is None:
         why = "where the CPU computes" if found.training.cluster.gpus == 1 else "with several processes"
         said.append(f"--cpu-embedding changes nothing here: {why} the token table is a parameter like others")

@@ -50,7 +50,7 @@ class Training:
     """Number of fp32 tensors that the optimizer keeps for each parameter besides its master."""
     checkpointing: bool = True
     offload_checkpoints: bool | None = False
-    """True: offload checkpoints; None: whichever is faster, or fits."""
+    """True: offload inputs of recomputed blocks; None: whichever is faster, or fits."""
     chunked_loss: bool = True
     """True: compute the loss in chunks, as ps_models does."""
     untied_head: bool = False
@@ -133,7 +133,7 @@ class Forecast:
     trace: Trace
     planned: Planned
     offloads: bool
-    """True if checkpoints may leave the compute tier."""
+    """True if inputs of recomputed blocks may leave the compute tier."""
     table: HostTable | None = None
     """The token table if it is in host memory: the plan does not contain it."""
 
@@ -221,7 +221,7 @@ def _tight(ways: tuple[Way, ...]) -> list[Forecast]:
 
 
 class Way:
-    """Plan one way to train a model: with or without checkpoints that may leave the compute tier."""
+    """Plan one way to train a model: with or without inputs of recomputed blocks that may leave the compute tier."""
 
     def __init__(self, subject: Subject, training: Training, *, offload: bool, slowest_s: float = float("inf")) -> None:
         """Begin; ``slowest_s``: raise `TooSlow` as soon as a step is known to be slower."""

@@ -2,7 +2,8 @@
 
 Shapes are GPT-like: layers varied at some hidden sizes, and the named sizes. For each hidden size the cheap lower bound
 says how many layers cannot fit. Below that, real plans are made, and the answer is one that `verify` accepted. The loss
-is computed in chunks of rows, as ps_models does, unless told otherwise. Checkpoints are offloaded where that helps.
+is computed in chunks of rows, as ps_models does, unless told otherwise. Inputs of recomputed blocks are offloaded
+where that helps.
 """
 
 from __future__ import annotations

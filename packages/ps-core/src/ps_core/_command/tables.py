@@ -4,7 +4,7 @@
 No plan contains the table, as in the engine. Its bytes are charged to the host from the start. Everything else waits
 for its work. So its bytes, seconds and memory are added to a plan's prediction. Per element, ``e`` bytes each:
 
-    held            weight e, master and moments 12 (in fp32 the weight is the master), the gradient in transfer e;
+    held            weight e, master and states 12 (in fp32 the weight is the master), the gradient in transfer e;
                     4 more where gradients are summed (accumulation, fp32): 16, or 20; by other optimizers' states
                     4 more or less for each
     a lookup        ids of 8 bytes down; rows gathered, copied for the link, and sent up

@@ -40,8 +40,8 @@ tensor.
     table on the host             no table: no gradient buffer for it         rows arrive, and leave as gradients
 
 With checkpointing a block keeps only its input; in backward it is recomputed, keeps everything, and gives it back
-as its parts are differentiated. Checkpoints alive count up in forward and down in backward. Offloaded, a checkpoint
-is an `Activation`, which has memory of its own. It is copied from the block's input when that is made. In backward the
+as its parts are differentiated. Inputs kept count up in forward and down in backward. Offloaded, such an input
+is an `Activation`, which has memory of its own. It is copied when the block's input is made. In backward the
 input is copied from it before the block is recomputed, and lives until attention's backward is done.
 
 The per-block sum for GPT-2 is 32 bytes x T x h with 16-bit elements. It is that of Korthikanti and others (arXiv

@@ -20,7 +20,7 @@ from ps_core.engine._checkpoint.safetensors_format import TYPES, TensorEntry
 from ps_core.engine._optim.kernel_rule import FIXED
 from ps_core.engine._optim.rules import rule_of
 
-MOMENTS = {kind.__name__: tuple(rule_of(kind()).states) for kind in FIXED}
+OWN_STATES = {kind.__name__: tuple(rule_of(kind()).states) for kind in FIXED}
 """The sections of the states of ps_core's own optimizers; a checkpoint of a `TorchOptimizer` names its own."""
 _FIELDS = {"parameters": dict, "modules": dict, "extra": dict, "files": dict}
 _FIELDS_OF_VERSION_2 = {"save": str, "ranks": int, "orders": dict, "random_files": list}
@@ -39,7 +39,7 @@ def is_count(value: object, least: int = 0) -> bool:
 
 def states_of(optimizer: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the sections of an optimizer's states, from its part of the manifest."""
-    return MOMENTS[optimizer["name"]] if optimizer["name"] in MOMENTS else tuple(optimizer["states"])
+    return OWN_STATES[optimizer["name"]] if optimizer["name"] in OWN_STATES else tuple(optimizer["states"])
 
 
 # The manifest's own values.
@@ -96,7 +96,7 @@ def _of_optimizer(manifest: dict[str, Any]) -> Iterator[str]:
             yield f"it has no optimizer for {trained[0]!r}, which is trained"
         return
     yield from _missing("the optimizer", optimizer, _OF_OPTIMIZER)
-    if optimizer["name"] not in MOMENTS:
+    if optimizer["name"] not in OWN_STATES:
         yield from _of_torch_optimizer(optimizer, trained)
     if "loss_scale" not in optimizer:
         yield "the optimizer has no 'loss_scale'"
@@ -114,7 +114,8 @@ def _of_optimizer(manifest: dict[str, Any]) -> Iterator[str]:
 
 def _of_torch_optimizer(optimizer: dict[str, Any], trained: Sequence[str]) -> Iterator[str]:
     if "states" not in optimizer:
-        yield f"the optimizer is {optimizer['name']!r} without 'states', expected these, or one of {', '.join(MOMENTS)}"
+        own = ", ".join(OWN_STATES)
+        yield f"the optimizer is {optimizer['name']!r} without 'states', expected these, or one of {own}"
     yield from _missing("the optimizer", optimizer, _OF_TORCH_OPTIMIZER)
     states, scalars = optimizer["states"], optimizer["scalars"]
     if not all(isinstance(name, str) for name in states) or len({*states}) < len(states):

@@ -200,7 +200,7 @@ def _of_the_rest(saved: SavedCheckpoint, model: nn.Module, sections: Sections) -
 
 def _of_optimizer(theirs: Mapping[str, Any] | None, optimizer: ChunkedOptimizer) -> Iterator[str]:
     if theirs is None:
-        yield "the optimizer: none in the checkpoint, so there are no masters and moments to go on from"
+        yield "the optimizer: none in the checkpoint, so there are no masters and states to go on from"
         return
     if theirs["name"] != optimizer.rule.name:
         yield f"the optimizer: {theirs['name']} in the checkpoint, {optimizer.rule.name} here"

@@ -12,7 +12,7 @@ from torch import nn
 from ps_core._errors import InvalidInput
 from ps_core.engine._checkpoint.atomic_folder import AtomicFolder
 from ps_core.engine._checkpoint.checkpoint_tensors import EXTRA, TensorSource, extra_states
-from ps_core.engine._checkpoint.completeness import MOMENTS
+from ps_core.engine._checkpoint.completeness import OWN_STATES
 from ps_core.engine._checkpoint.json_values import encode
 from ps_core.engine._checkpoint.manifest import read_manifest
 from ps_core.engine._checkpoint.preconditions import (
@@ -97,7 +97,7 @@ def _manifest(
             "steps": {record.name: record.steps for record in trained},
             "loss_scale": None if scaler is None else scaler.state_dict(),
         }
-        if optimizer.rule.name not in MOMENTS:
+        if optimizer.rule.name not in OWN_STATES:
             manifest["optimizer"]["states"] = list(optimizer.rule.states)
             manifest["optimizer"]["scalars"] = {record.name: dict(record.scalars) for record in trained}
     return manifest, kept
@@ -156,7 +156,7 @@ def _restore(engine: Engine, optimizer: ChunkedOptimizer, state: dict[str, Any])
     """Restore settings, loss scale, step counts and scalars; masters and states have been read already."""
     engine.masters.forget()  # the checkpoint has them all
     for record in engine.records:
-        record.set_progress(0)  # or the optimizer would clear moments that it finds no state for
+        record.set_progress(0)  # or the optimizer would clear states that it finds no entry for
     optimizer.load_state_dict(as_state_dict(state))
     for record in engine.records:
         scalars = state.get("scalars", {}).get(record.name, {})

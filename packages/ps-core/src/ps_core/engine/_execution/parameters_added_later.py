@@ -1,7 +1,7 @@
 """Manage what changed after `chunked`: parameters that were unfrozen or added.
 
 This happens between passes. A frozen group with a parameter that is to be trained is cut in two. One part stays frozen,
-the other gets masters and moments. Added parameters get groups of their own. The present plan has none of these groups.
+the other gets masters and states. Added parameters get groups of their own. The present plan has none of these groups.
 So the next pass is estimated or recorded, and planned anew.
 """
 
@@ -64,7 +64,7 @@ def is_new(parameter: nn.Parameter) -> bool:
 
 @defer_interrupts_installing
 def train_frozen(engine: Engine, records: Iterable[ParamState], *, accumulates: bool) -> None:
-    """Train frozen parameters from now on. Raise `DoesNotFit` if there is no memory for their masters and moments."""
+    """Train frozen parameters from now on. Raise `DoesNotFit` if there is no memory for their masters and states."""
     chosen = {each: None for record in records for each in (record.tied or [record])}
     known = engine.passes.scheduler.training
     if chosen and (not known or any(record.group.on_host for record in chosen)):

@@ -105,7 +105,7 @@ FIXED: dict[type, dict[str, Any]] = {
     SGD: {**SHARED, "dampening": 0, "nesterov": False},
 }
 NUMBERS = ("lr", "betas", "eps", "momentum", "weight_decay")
-MOMENTS = {StepRule.ADAM: {"exp_avg": Kind.M, "exp_avg_sq": Kind.V}, StepRule.SGD: {"momentum_buffer": Kind.M}}
+STATE_KINDS = {StepRule.ADAM: {"exp_avg": Kind.M, "exp_avg_sq": Kind.V}, StepRule.SGD: {"momentum_buffer": Kind.M}}
 
 
 class KernelRule:
@@ -118,7 +118,7 @@ class KernelRule:
         self.spec = spec
         self.name = type(spec).__name__
         self.step_rule = StepRule.SGD if isinstance(spec, SGD) else StepRule.ADAM
-        self.states = MOMENTS[self.step_rule]
+        self.states = STATE_KINDS[self.step_rule]
         self.kinds = len(self.states)  # SGD's also without momentum, which a schedule may set at any step
         self._fixed = FIXED[type(spec)]
         self.groups = [_numbers(spec), *({**_numbers(spec), **_numbers(each)} for each in spec.groups)]
@@ -168,7 +168,7 @@ class KernelRule:
     def places(
         self, index: int, shape: Sequence[int], group: Mapping[str, Any] | None = None
     ) -> Mapping[str, StatePlace]:
-        """Return where the moments are; SGD keeps none without momentum."""
+        """Return where the states are; SGD keeps none without momentum."""
         if self.step_rule is StepRule.SGD and group is not None and not group.get("momentum"):
             return {}
         return {name: StatePlace(kind, 0, tuple(shape)) for name, kind in self.states.items()}

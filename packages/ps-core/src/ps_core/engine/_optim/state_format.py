@@ -11,10 +11,10 @@ which PyTorch's optimizers never read:
     "loss_scale"                ``torch.amp.GradScaler``'s state, in fp16; also in ``param_groups[0]``, because
                                 ``torch.distributed.checkpoint.state_dict`` keeps nothing beside the groups
 
-PyTorch's Adam expects moments in any entry that is not empty. So a parameter that has a master, but was never stepped,
-has ``step`` 0 and moments of zeros: PyTorch's own initial values. PyTorch's SGD needs no such values. The initial
-states of other classes are not known. There the masters of parameters that were never stepped are beside the groups, as
-``"masters"``, by the parameters' numbers.
+PyTorch's Adam expects its states in any entry that is not empty. So a parameter that has a master, but was never
+stepped, has ``step`` 0 and states of zeros: PyTorch's own initial values. PyTorch's SGD needs no such values. The
+initial states of other classes are not known. There the masters of parameters that were never stepped are beside the
+groups, as ``"masters"``, by the parameters' numbers.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class OptimizerState(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
         return found
 
     def clear(self) -> None:
-        """Reset all moments to zeros, as before the first step. Masters stay: they are the parameters."""
+        """Set all states to zeros, as before the first step. Masters stay: they are the parameters."""
         self._replace(dict.fromkeys(self._records.values(), StateEntry(0, {}, None)))
 
     def assign(self, entries: Mapping[Any, Mapping[str, Any]]) -> None:
@@ -143,7 +143,7 @@ class ParameterState(MutableMapping[str, Any]):
         self.clear()
 
     def clear(self) -> None:
-        """Reset all moments to zeros, as before the first step."""
+        """Set all states to zeros, as before the first step."""
         self._form.clear(self._record)
 
     def copy(self) -> dict[str, torch.Tensor]:
