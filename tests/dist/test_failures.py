@@ -58,6 +58,15 @@ def test_a_store_that_outlives_attempts_which_nodes_count_differently() -> None:
     assert [(status, output.split()[-1]) for status, output in found] == [(0, "0:3.0"), (0, "1:3.0")], found
 
 
+def test_the_store_ends_last() -> None:
+    """PyTorch prints a trace of calls where a store ends amid a question, although nothing failed."""
+    found = launch("leaving.py", [{}, {}, {}])
+    assert [status for status, _ in found] == [0, 0, 0], found
+    keeper, *others = (float(output.split()[-1]) for _, output in found)
+    assert max(others) < keeper
+    assert not any("TCPStore" in output for _, output in found)
+
+
 def test_torchrun() -> None:
     done = torchrun(PROGRAMS / "small.py")
     assert done.returncode == 0, done.stderr

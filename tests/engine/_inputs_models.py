@@ -367,7 +367,7 @@ def profiled_twice() -> None:
 
 
 @case(
-    "that gradient was stepped or forgotten; read parameter.grad again, or keep a clone() of it before the step",
+    "that gradient was stepped, forgotten or replaced; read parameter.grad again, or keep a clone() of it before",
     "{} on the gradient of {}: {}",
 )
 def an_old_gradient() -> None:
@@ -378,10 +378,36 @@ def an_old_gradient() -> None:
     optimizer.step()
     optimizer.zero_grad()
     backward(model)
-    with refused("an operation on the gradient of {}: that gradient was stepped or forgotten"):
+    with refused("an operation on the gradient of {}: that gradient was stepped, forgotten or replaced"):
         old.norm()
     assert kept.norm() > 0
     assert model[0].weight.grad.norm() > 0
+
+
+@case("this is a view of the gradient; assign to parameter.grad.data")
+def the_data_of_a_views_gradient() -> None:
+    model, optimizer = made()
+    weight = next(model.parameters())
+    backward(model)
+    halved = weight.grad.clone() / 2
+    with refused("an assignment to .data on the gradient of {}: this is a view of the gradient"):
+        weight.grad.detach().data = halved
+    weight.grad.data = halved
+    assert torch.equal(weight.grad.clone(), halved)
+    goes_on(model, optimizer)
+
+
+@case("a value of optimizer.state was given other memory ({}); allowed is a tensor of shape {}")
+def other_memory_for_a_state() -> None:
+    model, optimizer = made()
+    train(model, optimizer)
+    weight = next(model.parameters())
+    state = optimizer.state[weight]["exp_avg"]
+    with refused("allowed is a tensor of shape"):
+        state.set_(torch.zeros(1))
+    state.set_(torch.ones(state.shape))
+    assert torch.equal(optimizer.state[weight]["exp_avg"], torch.ones(state.shape))
+    goes_on(model, optimizer)
 
 
 @case("the tensor given to {} by parameter.grad = ... was changed in place, after the gradient was changed")

@@ -74,7 +74,18 @@ def read_first_then_change(model: nn.Module) -> None:
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, nn.utils.get_total_norm(held))
 
 
+def change_both_in_turns(model: nn.Module) -> None:
+    """The tensor first: then it is stored, and the gradient changed."""
+    for gradient, parameter in zip(assigned(model), model.parameters(), strict=True):
+        for _ in range(2):
+            parameter.grad = gradient.mul_(0.25)
+            gradient.add_(0.125)
+            parameter.grad.mul_(3)
+            gradient = parameter.grad.clone()
+
+
 WAYS = [
+    change_both_in_turns,
     clip_the_list,
     fill_a_flat_buffer,
     views_of_a_flat_buffer,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_core import SGD, Budget, DoesNotFit, InvalidInput, Options
+from ps_core import SGD, Budget, DoesNotFit, InvalidInput, Options, UnsupportedParameter
 from ps_core._plan import Queue
 from ps_core.engine import chunked, release, statistics
 from ps_core.engine._execution import nonmodel_memory
@@ -65,6 +65,23 @@ def replace(model: nn.Module) -> None:
         parameter.grad = parameter.grad / 2
 
 
+def assign_data(model: nn.Module) -> None:
+    """The tensor that was assigned is the gradient: its later changes count."""
+    for parameter in model.parameters():
+        halved = parameter.grad.data / 2
+        same, parameter.grad.data = parameter.grad, halved
+        assert same is parameter.grad
+        halved.mul_(0.5)
+        same.mul_(4)
+
+
+def assign_all_at_once(model: nn.Module) -> None:
+    """As PyTorch's own function does, by assignments to `.data`."""
+    grads = [parameter.grad for parameter in model.parameters()]
+    vector = nn.utils.parameters_to_vector(grads)
+    nn.utils.vector_to_parameters(vector.clamp(-(2.0**-7), 2.0**-7), grads)
+
+
 def drop_some(model: nn.Module) -> None:
     for index, parameter in enumerate(model.parameters()):
         if index % 3 == 0:
@@ -80,7 +97,17 @@ def value_then_norm(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.02)
 
 
-CHANGES = [clip_by_value, clip_adaptively, add_noise, average, turn_around, replace, drop_some]
+CHANGES = [
+    clip_by_value,
+    clip_adaptively,
+    add_noise,
+    average,
+    turn_around,
+    replace,
+    assign_data,
+    assign_all_at_once,
+    drop_some,
+]
 
 
 def step(model: nn.Module, optimizer: Any, change: Callable[[nn.Module], None], passes: int = 1) -> float:
@@ -121,7 +148,9 @@ def test_in_fp32_the_bits_of_plain_pytorch(change: Callable[[nn.Module], None], 
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("change", [clip_by_value, add_noise, average, replace, drop_some])
+@pytest.mark.parametrize(
+    "change", [clip_by_value, add_noise, average, replace, assign_data, assign_all_at_once, drop_some]
+)
 def test_in_16_bits_the_bits_of_a_plain_loop_with_masters(change: Callable[[nn.Module], None]) -> None:
     """One step: gradients in 16 bits, changed as PyTorch changes them, and then stepped in fp32."""
     plain = Net().bfloat16()
@@ -189,6 +218,36 @@ def test_a_factor_beyond_fp32_makes_the_gradient_infinite_and_skips_the_step(fac
     release(model)
 
 
+def test_gradients_that_change_places_say_what_to_do() -> None:
+    model, optimizer = managed("fp32", TIGHT)
+    model(X).backward()
+    one, other = model.layers[0].weight, model.layers[1].weight
+    with pytest.raises(InvalidInput, match=r"was stepped, forgotten or replaced; .* keep a clone"):
+        one.grad, other.grad = other.grad, one.grad
+    release(model)
+    model, optimizer = managed("fp32", TIGHT)
+    one, other = model.layers[0].weight, model.layers[1].weight
+    model(X).backward()
+    expected = one.grad.clone(), other.grad.clone()
+    one.grad, other.grad = other.grad, one.grad.clone()
+    assert torch.equal(one.grad.clone(), expected[1])
+    assert torch.equal(other.grad.clone(), expected[0])
+    optimizer.step()
+    release(model)
+
+
+def test_data_of_a_view_cannot_be_assigned() -> None:
+    model, _ = managed("fp32", TIGHT)
+    model(X).backward()
+    grad = model.layers[0].weight.grad
+    for view in (grad.view(-1), grad.data):
+        with pytest.raises(InvalidInput, match=r"an assignment to \.data on the gradient of .* a view"):
+            view.data = torch.zeros(view.shape)
+    with pytest.raises(UnsupportedParameter, match=r"has shape \(3,\), expected \(64, 64\)"):
+        grad.data = torch.zeros(3)
+    release(model)
+
+
 def test_reads_are_counted_and_free() -> None:
     """Of what is moved; a model that is in one place moves nothing, and a stored gradient is not changed by it."""
     model, optimizer = managed("fp32", TIGHT)
@@ -212,7 +271,8 @@ def test_a_gradient_of_before_the_step_says_so() -> None:
     for use in (torch.norm, torch.clone, lambda g: g.mul_(2.0), lambda g: g.add_(1.0)):
         for stale in (grad, view):
             with pytest.raises(
-                InvalidInput, match=r"was stepped or forgotten; read parameter\.grad again, or keep a clone\(\)"
+                InvalidInput,
+                match=r"was stepped, forgotten or replaced; read parameter\.grad again, or keep a clone\(\)",
             ):
                 use(stale)
     release(model)

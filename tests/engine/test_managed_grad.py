@@ -258,7 +258,6 @@ READS: list[Callable[[torch.Tensor], object]] = [
     lambda g: torch.from_numpy(g.float().numpy().copy()),
     copy.deepcopy,
     lambda g: pickle.loads(pickle.dumps(g)),
-    torch.from_dlpack,
     lambda g: g[0, 0].item(),
     lambda g: bool((g == 0).any()),
 ]
@@ -353,6 +352,7 @@ MEMORY_OF: list[tuple[Callable[[torch.Tensor], object], str]] = [
     (lambda g: g.data_ptr(), "data_ptr"),
     (lambda g: g.untyped_storage(), "untyped_storage"),
     (lambda g: g.share_memory_(), "share_memory_"),
+    (torch.from_dlpack, "__dlpack__"),
 ]
 
 

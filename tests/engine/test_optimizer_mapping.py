@@ -102,10 +102,18 @@ def by_new_data(state: Any, key: str) -> None:
     state[key].data = state[key] * 0.5
 
 
+def by_other_memory(state: Any, key: str) -> None:
+    value = state[key]
+    assert value.set_(value.detach() * 0.5) is value
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "halve",
-    [halve_in_place, assign, by_augmented_assignment, by_views, by_data, by_foreach, by_out, by_new_data],
+    [
+        *(halve_in_place, assign, by_augmented_assignment, by_views, by_data, by_foreach, by_out, by_new_data),
+        by_other_memory,
+    ],
 )
 @pytest.mark.parametrize(("spec", "key"), [(ADAMW, "exp_avg"), (ADAMW, "exp_avg_sq"), (MOMENTUM, "momentum_buffer")])
 def test_whatever_writes_to_a_state_is_written_through(
@@ -192,6 +200,13 @@ def test_masters_are_written_through_to_the_parameter(pair: Any) -> None:
 REFUSED = [
     (lambda state, p: state[p].update(ema=torch.zeros(3)), InvalidInput, "no place for 'ema' of '0.weight'"),
     (lambda state, p: state[p].update(exp_avg=torch.zeros(3)), InvalidInput, r"must be a tensor of shape .32, 24."),
+    (
+        lambda state, p: setattr(state[p]["exp_avg"], "data", torch.zeros(24)),
+        InvalidInput,
+        r"allowed is .* shape .32, 24.",
+    ),
+    (lambda state, p: state[p]["exp_avg"].set_(torch.zeros(1)), InvalidInput, r"given other memory .shape .1,"),
+    (lambda state, p: state[p]["exp_avg"].set_(p.new_zeros(768).untyped_storage()), InvalidInput, "UntypedStorage"),
     (lambda state, p: state[p].update(step=-1), InvalidInput, "step of '0.weight' must be a whole number"),
     (lambda state, p: state[p].update(step="two"), InvalidInput, "found 'two'"),
     (lambda state, p: state[p].pop("exp_avg"), InvalidInput, "cannot be deleted alone"),

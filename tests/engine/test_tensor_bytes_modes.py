@@ -219,6 +219,24 @@ def test_a_mode_begun_in_an_inference_mode_counts_again_after_it() -> None:
     del made
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("shape", [(2, 8, 64), (16, 32, 64), (3, 5, 64), (2, 1, 3, 64)])
+def test_what_is_counted_in_an_inference_mode_has_the_bits_of_what_is_not(
+    shape: tuple[int, ...], autocast: bool, frozen: bool
+) -> None:
+    """A transposed input: PyTorch multiplies it one matrix at a time only if the weight requires no gradient."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64).requires_grad_(not frozen), torch.randn(shape).transpose(0, 1)
+    tracker = TensorBytesTracker()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = layer(x)
+        with counting(tracker):
+            found = layer(x)
+            assert tracker.current_bytes == found.nbytes
+    assert torch.equal(found, expected)
+
+
 def test_under_a_fake_tensor_mode_it_does_nothing() -> None:
     tracker = TensorBytesTracker()
     with FakeTensorMode():

@@ -166,7 +166,7 @@ CHANGES = {
     "--batch 3": "--batch 2 there, 3 now",
     "--accumulate 2": "--accumulate 1 there, 2 now",
     "--seed 1": "--seed 0 there, 1 now",
-    "--precision fp32 --vocab 300": "--vocab None there, 300 now, --precision bf16 there, fp32 now",
+    "--precision fp32 --vocab 300": "--vocab none there, 300 now, --precision bf16 there, fp32 now",
     "--validation 0.2": "--validation 0.05 there, 0.2 now, --data other there than now",
 }
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from _trainer import train
+from _trainer import numbers, train
 from ps_core import InvalidInput
 from ps_models.train import TrainOptions, main
 from ps_models.train._command_line import make_parser, parse
@@ -61,6 +61,8 @@ WRONG = {
     "--eval_evry=3": "--eval_evry is not an option; did you mean --eval-every?",
     "-batch 3": "-batch is not an option; did you mean --batch?",
     "--no-checkpointin": "--no-checkpointin is not an option; did you mean --no-checkpointing?",
+    "--epochs 3": "--epochs is not an option; pstar-train --help lists the options",
+    "--dropout 0.1": "--dropout is not an option; pstar-train --help lists the options",
     "--confg a.toml": "--confg is not an option; did you mean --config?",
     "--xyzzy": "--xyzzy is not an option; pstar-train --help lists the options",
     "gpt2": "unrecognized arguments: gpt2 (pstar-train --help lists the options)",
@@ -308,3 +310,16 @@ def test_16_bits_that_take_long_here_are_named(
     assert train(tmp_path / "run", "--device", "cpu", "--steps", 1, "--precision", precision) == 0
     told = f"this processor has no instructions for {precision}: with --precision fp32 a step takes a fraction of"
     assert (told in capsys.readouterr().out) is (precision != "fp32" and not native)
+
+
+def test_parameters_kept_in_fp32(tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture) -> None:
+    """All of them give the numbers of --precision fp32; a pattern of none is named."""
+    caplog.set_level("INFO", "ps_core")
+    few = ("--steps", 2, "--device", "cpu")
+    assert train(tmp_path / "fp32", *few, "--precision", "fp32") == train(tmp_path / "bf16", *few) == 0
+    assert train(tmp_path / "kept", *few, "--keep-fp32", "*.weight", "*.bias") == 0
+    assert numbers(tmp_path / "kept") == numbers(tmp_path / "fp32") != numbers(tmp_path / "bf16")
+    assert train(tmp_path / "none", *few, "--keep-fp32", "norms.*") == 0
+    assert "keep_fp32 has 'norms.*', which is the whole name of no parameter" in caplog.text
+    assert train(tmp_path / "kept", *few, "--steps", 3) == 2
+    assert "--keep-fp32 *.weight *.bias there, none now" in capsys.readouterr().err

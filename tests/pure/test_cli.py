@@ -329,7 +329,7 @@ MISTAKES = [
     (("plan", "gpt2", "--frob"), "unrecognized arguments: --frob (pstar plan --help lists the options)"),
     (("plan", "gpt2", "--dev", "1GiB"), "unrecognized arguments: --dev 1GiB; did you mean --device-memory?"),
     (("plan", "gpt2", "--devise-memory=1GiB"), "--devise-memory=1GiB; did you mean --device-memory"),
-    (("plan", "gpt2", "--btach", "4"), "unrecognized arguments: --btach 4; did you mean --batch or"),
+    (("plan", "gpt2", "--btach", "4"), "unrecognized arguments: --btach 4; did you mean --batch?"),
     (("scale", "--btach", "4"), "unrecognized arguments: --btach 4; did you mean --batch?"),
     (("doctor", "--calibrat"), "unrecognized arguments: --calibrat; did you mean --calibrate?"),
     (("export", "a", "b", "--overwirte"), "unrecognized arguments: --overwirte; did you mean --overwrite?"),

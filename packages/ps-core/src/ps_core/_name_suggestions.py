@@ -6,9 +6,12 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-def did_you_mean(word: str, known: Iterable[str], otherwise: str, most: int = 3) -> str:
-    """Return a question that names the nearest known words; ``otherwise`` if none is near."""
-    words = list(known)
-    begun = [each for each in words if each.startswith(word)] if word.strip("-") else []
-    near = begun[:most] or get_close_matches(word, words, n=most, cutoff=0.65)
+def did_you_mean(word: str, known: Iterable[str], otherwise: str, most: int = 3, alike: float = 0.65) -> str:
+    """Return a question that names the nearest known words; ``otherwise`` if none is near.
+
+    ``alike``: how much words must have in common, from 0 to 1. Hyphens at the beginning do not count.
+    """
+    bare, words = word.lstrip("-"), {each.lstrip("-"): each for each in known}
+    begun = [each for each in words if each.startswith(bare)] if bare else []
+    near = [words[each] for each in begun[:most] or get_close_matches(bare, words, n=most, cutoff=alike)]
     return f"did you mean {' or '.join(near)}?" if near else otherwise

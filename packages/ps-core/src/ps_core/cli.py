@@ -330,6 +330,9 @@ def _training(options: argparse.Namespace, place: _Place) -> Training:
             "--step-in-backward needs one GPU (--gpus 1), one micro-batch a step (--accumulate 1), and --precision "
             "bf16 or fp32 (in fp16: --step-speculative): a group is stepped before all gradients are known"
         )
+    chunked_loss = options.chunked_loss
+    if chunked_loss is None:  # a trainer of the model's own computes the loss as transformers does
+        chunked_loss = getattr(options, "hf", None) is None
     return Training(
         cluster=place.cluster,
         machine=place.machine,
@@ -340,7 +343,7 @@ def _training(options: argparse.Namespace, place: _Place) -> Training:
         optimizer_states=options.optimizer_states,
         checkpointing=options.checkpointing,
         offload_checkpoints=options.offload_checkpoints,
-        chunked_loss=options.chunked_loss,
+        chunked_loss=chunked_loss,
         untied_head=options.untied_head,
         cpu_embedding=options.cpu_embedding,
         head_tiles=options.head_tiles,

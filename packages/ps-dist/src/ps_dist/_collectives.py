@@ -316,13 +316,16 @@ class TorchCollectives:
     def _close(self, error: str, *, waits: bool = True) -> None:
         if not self._open or os.getpid() != self._process:  # a fork has none of the threads
             return
+        together = False
         if self._answers is not None and waits and not error:
             with suppress(RanksDiverged):  # whoever has ended asks nothing
                 self.all_values([0.0], "leave")
+                together = True
         self._open = False
         atexit.unregister(self._close_at_exit)
         ended = self._thread.close(waits=waits and not error)
-        self._watchdog.close("" if self._thread.error is not None else error)  # after a failure the others know more
+        error_to_tell = "" if self._thread.error is not None else error  # after a failure the others know more
+        self._watchdog.close(error_to_tell, together=together)
         if self._answers is not None:  # only now: a process that refuses connections is taken to have ended
             self._answers.close()
         failed = error or self._thread.error is not None or self._thread.failure is not None

@@ -9,7 +9,8 @@ as long as the counter goes on. From these `_failure_reasons` decides whether th
 A rank may end by an exception, or its wait may end in vain. It writes down why before its connections break. The first
 message stands: all ranks that wait, then or later, end with it, so all name the same cause. Who waits for nothing is
 not disturbed. Whoever leaves after that stays until the others have read it, or for a few looks. The store may end
-with its process. Whoever leaves because the store ended stays for two looks: the others then see this first.
+with its process. Whoever leaves because the store ended stays for two looks: the others then see this first. Where all
+leave together, the rank that keeps the store stays until the others' last questions to it are answered.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Watchdog:
         self._has_read = False
         self._oldest_since: tuple[Pending, float] | None = None
         """The oldest job at the last look after another rank gave up, and the time since when it is the oldest."""
-        self._own_error = ""
+        self._own_error, self._together = "", False
         self.has_ended: Callable[[int], bool] = lambda rank: False
         """Asks a rank's computer whether the rank's process has ended; False: it is not known."""
         self.abort: Callable[[], object] = lambda: None
@@ -76,9 +77,12 @@ class Watchdog:
         self._thread = Thread(target=self._run, name="ps_dist watchdog", daemon=True)
         self._thread.start()
 
-    def close(self, error: str = "") -> None:
-        """Stop the thread, and tell the others; ``error``: the exception by which this process ends."""
-        self._own_error = error
+    def close(self, error: str = "", *, together: bool = False) -> None:
+        """Stop the thread, and tell the others.
+
+        ``error``: the exception by which this process ends. ``together``: all ranks leave now.
+        """
+        self._own_error, self._together = error, together
         self._stop.set()
         deadline_s = self._clock() + 2 * self._timeouts.exit_s
         while self._thread.is_alive() and self._clock() < deadline_s and not self._store_silent_s():
@@ -102,6 +106,7 @@ class Watchdog:
         self._asked_at_s = self._clock()
         try:
             self._publish_exit()
+            self._leave_store()
         except RuntimeError:  # the store has ended
             if self._own_error or self._comm.error is not None:
                 sleep(2 * self._timeouts.look_s)
@@ -233,6 +238,19 @@ class Watchdog:
             sleep(self._timeouts.look_s / 10)
 
     # The store.
+
+    def _leave_store(self) -> None:
+        """Note that this rank asks the store no more; on the rank that keeps it, wait for the others to do so."""
+        if self._rank != self._names.store_rank:
+            self._store.set(f"done/{self._rank}", "")
+            return
+        left = {*range(self._ranks)} - {self._rank} if self._together else set()
+        deadline_s = self._clock() + self._timeouts.exit_s
+        while left := {rank for rank in left - self._local.ended() if not self._store.check([f"done/{rank}"])}:
+            if self._clock() > deadline_s:
+                return
+            self._asked_at_s = self._clock()
+            sleep(self._timeouts.look_s / 10)
 
     def _store_silent_s(self) -> float:
         """Return the seconds for which the store has not answered, if it is called silent; else 0.

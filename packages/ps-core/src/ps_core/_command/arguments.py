@@ -122,7 +122,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add("--checkpointing", action=flag, default=True, help="recompute blocks in backward (default: yes)")
     auto = "move inputs of recomputed blocks off the GPU (default: where it helps)"
     add("--offload-checkpoints", action=flag, default=None, help=auto)
-    add("--chunked-loss", action=flag, default=True, help="compute head and loss in chunks of rows (default: yes)")
+    rows = "compute head and loss in chunks of rows (default: yes; with --hf no, as for pstar-train)"
+    add("--chunked-loss", action=flag, default=None, help=rows)
     add("--untied-head", action=flag, default=False, help="give the model a head of its own (default: no)")
     away = "keep the token table in host memory and look tokens up there (default: no)"
     add("--cpu-embedding", action=flag, default=False, help=away)

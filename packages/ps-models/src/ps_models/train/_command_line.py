@@ -28,7 +28,8 @@ class _Parser(argparse.ArgumentParser):
         unknown = re.match(r"unrecognized arguments: (-[\w-]+)", message)
         if unknown:
             word = unknown[1].replace("_", "-")
-            near = did_you_mean(word, self._option_string_actions, f"{COMMAND} --help lists the options", most=1)
+            otherwise = f"{COMMAND} --help lists the options"
+            near = did_you_mean(word, self._option_string_actions, otherwise, most=1, alike=0.7)
             raise InvalidInput(f"{unknown[1]} is not an option; {near}")
         raise InvalidInput(f"{message.removeprefix('argument ')} ({COMMAND} --help lists the options)")
 

@@ -80,6 +80,13 @@ class TrainOptions:
     precision: str = _option(
         "bf16", rules.one_of("bf16", "fp16", "fp32"), MODEL, "of the computation; masters are fp32", identity=True
     )
+    keep_fp32: tuple[str, ...] = _option(
+        (),
+        rules.texts("PATTERN"),
+        MODEL,
+        "patterns of parameters' names (`'*norm*'`) that are computed in fp32 whatever the precision (default: none)",
+        identity=True,
+    )
     checkpointing: bool = _option(True, rules.flag(), MODEL, "keep only each block's input, recompute the rest")
     offload_checkpoints: bool = _option(
         False, rules.flag(), MODEL, "keep these inputs in host memory between forward and backward"

@@ -232,9 +232,16 @@ def _differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[s
     for name, value in own["options"].items():
         before = found["options"].get(name, defaults[name])
         if before != value:
-            yield f"{flag_of(name)} {before} there, {value} now"
+            yield f"{flag_of(name)} {_shown(before)} there, {_shown(value)} now"
     if found["data"] != own["data"]:
         yield "--data other there than now"
+
+
+def _shown(value: object) -> str:
+    """Return an option's value as one gives it on the command line; yes or no for a flag."""
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def _lock(path: Path) -> int | None:

@@ -155,7 +155,9 @@ def _managed(options: TrainOptions, model: nn.Module, ranks: TrainingRanks) -> t
             precision=options.precision,
             max_grad_norm=options.clip or None,
             accumulation_steps=options.accumulate,
-            options=Options(step="speculative") if options.step_speculative else Options(),
+            options=Options(
+                keep_fp32=options.keep_fp32, step="speculative" if options.step_speculative else "after_backward"
+            ),
             collectives=ranks.together,
         )
     assert optimizer is not None, "an optimizer was asked for"

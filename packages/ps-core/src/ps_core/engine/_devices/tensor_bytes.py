@@ -13,7 +13,13 @@ sees the operators that really run, behind all modes above it.
 [Note: what no dispatch mode sees]
 Some memory is not seen. Scratch memory within one operator's kernel, and what compiled code allocates inside itself.
 Storages that `untyped_storage().resize_()` changed, until the tensor is next an output. Tensors that arrive by
-`from_numpy` or DLPack (`count` adds one by hand).
+`from_numpy` or DLPack (`count` adds one by hand). In `inference_mode`, what an operator that consists of others
+(`linear`) makes inside itself.
+
+[Note: operators that consist of others]
+In `inference_mode` they come to a mode whole, and elsewhere in parts. Within a mode PyTorch turns off what comes before
+modes, such as the note that a transposed weight requires a gradient. `linear` then computes some shapes in another way,
+and rounds otherwise. So these operators run with that turned on again, as without any mode.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import cache
 from threading import RLock, local
 from typing import Any
 
@@ -37,6 +44,11 @@ from ps_core.engine._support.not_compiled import not_compiled
 _INFRASTRUCTURE = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL, _TorchDispatchModeKey.PROXY)
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 _lift_fresh = torch.ops.aten.lift_fresh.default
+_in_inference_mode = torch.is_inference_mode_enabled
+_OFF_IN_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+"""What is on in `inference_mode`, and off in a mode's own code; see [Note: operators that consist of others]."""
+for _key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor):
+    _OFF_IN_MODES = _OFF_IN_MODES.add(_key)
 
 
 class _TrackedStorage(weakref.ref[torch.UntypedStorage]):
@@ -183,7 +195,11 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         for kind in types:
             if not self._is_transparent(kind):
                 return NotImplemented  # a wrapper subclass: its own dispatch runs operators on what it wraps
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        if _in_inference_mode() and _consists_of_others(func):
+            with _as_without_modes():
+                result = func(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **kwargs) if kwargs else func(*args)
         if self._counting and not _PAUSE.entered():
             self._look(func, result, args, kwargs)
         return result
@@ -232,6 +248,18 @@ def _shared(key: int, args: Iterable[Any], kwargs: dict[str, Any] | None) -> boo
         elif isinstance(arg, list | tuple) and _shared(key, arg, None):
             return True
     return kwargs is not None and _shared(key, kwargs.values(), None)
+
+
+@cache
+def _consists_of_others(func: Any) -> bool:
+    """Return True for an operator that PyTorch defines by other operators, in evaluation as in training."""
+    return isinstance(func, torch._ops.OpOverload) and func._can_decompose()
+
+
+def _as_without_modes() -> AbstractContextManager[object]:
+    """Return a context in which an operator runs as without modes; see [Note: operators that consist of others]."""
+    excluded = torch._C._dispatch_tls_local_exclude_set() - _OFF_IN_MODES
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def _sees_operators() -> bool:

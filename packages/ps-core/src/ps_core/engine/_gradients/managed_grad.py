@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ps_core._errors import InvalidInput
 from ps_core.engine._gradients.loss_scale import LARGEST
+from ps_core.engine._parameters.function_kinds import SET_DATA
 from ps_core.engine._support.calling_code import calling_code
 from ps_core.engine._support.not_compiled import not_compiled
 
@@ -34,9 +35,11 @@ aten = torch.ops.aten
 _GET_DTYPE = getattr(torch.Tensor, "dtype").__get__  # noqa: B009 - torch's stubs type the property as its value
 View = Callable[[torch.Tensor], torch.Tensor]
 
-MEMORY = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory"})
+MEMORY = frozenset(
+    {"data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory", "__dlpack__"}
+)
 """Methods that return a tensor's memory, or move it, without the dispatcher; these gradients have none."""
-COPYING = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"})
+COPYING = frozenset({"numpy", "tolist", "__array__", "__deepcopy__", "__reduce_ex__"})
 """Methods that read a tensor's memory without the dispatcher."""
 
 
@@ -54,6 +57,9 @@ class GradientAccess(Protocol):
 
     def write_gradient(self, record: ParamState, value: torch.Tensor) -> None:
         """Replace the stored gradient by a tensor in fp32."""
+
+    def assign_gradient(self, record: ParamState, value: Any) -> None:
+        """Replace the stored gradient by the user's tensor, whose later changes count; the proxy stays."""
 
 
 class ManagedGrad(torch.Tensor):
@@ -121,8 +127,8 @@ class ManagedGrad(torch.Tensor):
         if getattr(self._record, "grad_proxy", self.root) is not self.root:
             self.refuse(
                 "an operation",
-                "that gradient was stepped or forgotten; read parameter.grad again, "
-                "or keep a clone() of it before the step",
+                "that gradient was stepped, forgotten or replaced; read parameter.grad again, "
+                "or keep a clone() of it before",
             )
 
     def base(self) -> torch.Tensor:
@@ -150,6 +156,13 @@ class ManagedGrad(torch.Tensor):
         value = base.float()
         self._gradients.write_gradient(self._record, value.mul_(self._scale) if self._scale != 1.0 else value)
 
+    def assign(self, value: Any) -> None:
+        """Take a tensor in place of the gradient, as ``parameter.grad.data = value`` does."""
+        self.check_current()
+        if self._root is not None:
+            self.refuse("an assignment to .data", "this is a view of the gradient; assign to parameter.grad.data")
+        self._gradients.assign_gradient(self._record, value)
+
     def refuse(self, what: str, why: str) -> NoReturn:
         """Raise `InvalidInput` for an unsupported use."""
         raise InvalidInput(f"{what} on the gradient of {self._record.name!r}: {why}")
@@ -162,6 +175,8 @@ class ManagedGrad(torch.Tensor):
     ) -> Any:
         """Give functions that read memory a copy; raise for those that return it; pass all others to the dispatcher."""
         name = getattr(func, "__name__", "")
+        if name == "__set__" and func == SET_DATA and isinstance(args[0], cls):
+            return args[0].assign(args[1])
         if name in MEMORY and isinstance(args[0], cls):
             args[0].refuse(f"{name}()", "the gradient is in a chunk, and has no memory of its own: .clone() it first")
         if name == "__get__" and func == _GET_DTYPE and calling_code() is GradScaler._unscale_grads_.__code__:

@@ -97,6 +97,7 @@ class UserGradients:
         source, proxy = record.source, record.grad_proxy
         if source is not None and source.has_changed(record.name):
             self._assign(record, source.tensor)
+            record.watch(source.stored_again())
             record.grad_proxy = proxy
 
     def take_all_changes(self) -> None:
@@ -104,6 +105,12 @@ class UserGradients:
         for record in list(self.watched):
             self.take_changes(record)
         self.watched = {record: None for record in self.watched if record.source is not None}
+
+    def assign_gradient(self, record: ParamState, value: Any) -> None:
+        """Do as ``parameter.grad = value`` does, but keep the tensor that stands for the gradient."""
+        proxy = record.grad_proxy
+        record.parameter.grad = value
+        record.grad_proxy = proxy
 
     def gradient_norm(self, record: ParamState) -> float:
         """Return the norm of the stored gradient times its factor."""

@@ -183,7 +183,7 @@ class StateTensor(torch.Tensor):
     ) -> Any:
         """Call the function, then write back what it changed."""
         if func == _SET_DATA:  # a descriptor makes another wrapper each time
-            args[0].copy_(args[1])
+            args[0].set_(args[1])
             return None
         found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, StateTensor)]
         with torch._C.DisableTorchFunctionSubclass():
@@ -196,6 +196,18 @@ class StateTensor(torch.Tensor):
                 result.flags.writeable = False
                 return result
             return tree_map_only(torch.Tensor, lambda value: _as_view(value, found), result)
+
+    # PyTorch does not ask `__torch_function__` about this one.
+    def set_(self, value: Any = None, *place: Any) -> StateTensor:
+        """Copy values into the state, where PyTorch would let it have other memory."""
+        if place or not isinstance(value, torch.Tensor) or value.shape != self.shape:
+            found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            raise InvalidInput(
+                f"a value of optimizer.state was given other memory ({found}); allowed is a tensor of shape "
+                f"{tuple(self.shape)}, whose values are copied"
+            )
+        self.copy_(value)
+        return self
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return _plain(self).clone()

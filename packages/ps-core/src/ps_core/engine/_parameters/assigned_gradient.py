@@ -50,6 +50,14 @@ class AssignedGradient:
             )
         return True
 
+    def stored_again(self) -> AssignedGradient:
+        """Note that the tensor's present values are stored.
+
+        A new object would not do: within an operator on the gradient, a detached tensor has a version of its own.
+        """
+        self._version, self.overtaken = self.tensor._version, False
+        return self
+
     def mark_overtaken(self) -> None:
         """Note that the stored gradient changes, and the tensor does not."""
         self.overtaken = True
