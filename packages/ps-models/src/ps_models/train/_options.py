@@ -87,7 +87,7 @@ class TrainOptions:
         "patterns of parameters' names (`'*norm*'`) that are computed in fp32 whatever the precision (default: none)",
         identity=True,
     )
-    checkpointing: bool = _option(True, rules.flag(), MODEL, "keep only each block's input, recompute the rest")
+    checkpointing: bool = _option(True, rules.flag(), MODEL, "activation checkpointing: keep only each block's input")
     offload_checkpoints: bool = _option(
         False, rules.flag(), MODEL, "keep these inputs in host memory between forward and backward"
     )
