@@ -15,6 +15,7 @@ from ps_core._command.forecast import Forecast, Training, forecast, trace_of
 from ps_core._errors import DoesNotFit
 from ps_core._extents import Precision
 from ps_core._simulate.machine import MACHINES
+from ps_core._workloads.named_shapes import shape
 
 AT_ONCE = replace(MACHINES["t4"], launch_s=0.0, tensor_overhead_s=0.0)
 """A machine that launches work in no time, or models as small as these would wait for little else."""
@@ -202,6 +203,22 @@ def test_a_disk_is_suggested_besides_more_memory() -> None:
     asked = training(device=24 * MIB, host=20 * MIB)
     assert [each.split()[0] for each in remedies(MODEL, asked)] == ["--host-memory", "--disk", "--gpus"]
     assert "--disk 128GiB" in remedies(MODEL, asked)[1]
+
+
+def test_where_no_tier_is_large_enough_both_are_named() -> None:
+    """An 8B on a small computer: neither memory is enough alone, and eight computers are not what one has."""
+    found = shape("llama-8b")
+    asked = training(device=4 * GIB, host=16 * GIB, machine=MACHINES["laptop"])
+    said = remedies(found, asked)
+    assert [re.findall(r"--[a-z-]+", each.split(" (")[0]) for each in said] == [
+        ["--device-memory", "--host-memory"],
+        ["--device-memory", "--disk"],
+        ["--gpus", "--nodes"],
+    ]
+    for each in said[:2]:
+        forecast(found, replace(apply(asked, each), quick=True))
+    assert not list(advising._device_and_host(found, training(device=0)))
+    assert not list(advising._device_and_host(found, training(device=GIB, host=10 * 2**40)))
 
 
 def test_remedies_for_a_trace_change_only_the_machine() -> None:

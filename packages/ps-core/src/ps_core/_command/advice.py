@@ -44,6 +44,8 @@ _SPARE = 1.25
 _HUGE = 2**50
 _ROUND = 2**34
 """Suggested memory is a multiple of 16 GiB."""
+_HOSTS = tuple(steps * 2**power for power in range(33, 42) for steps in (2, 3))
+"""Host memory that computers have, from 16 GiB to 6 TiB."""
 _TILES = 16
 """The least number of tiles that is suggested for a head."""
 _NODE = 8
@@ -116,19 +118,26 @@ def remedies(subject: Subject, training: Training, most: int = 3) -> tuple[str, 
         need = max(bounds(subject, changed), key=lambda need: need.needed_bytes / need.available_bytes)
         other = ", as another model" if changed.untied_head and not training.untied_head else ""
         said.append(
-            f"{label} (predicted: fits{other}; then at least "
-            f"{format_bytes(need.needed_bytes)} of {format_bytes(need.available_bytes)} of {need.where} are needed)"
+            f"{label} (predicted: fits{other}; needs at least "
+            f"{format_bytes(need.needed_bytes)} of {format_bytes(need.available_bytes)}, {need.where})"
         )
     return tuple(said)
 
 
 def _changes(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
-    """Yield at most one change of each sort that fits, so that the suggestions differ in kind."""
-    for sort in (_options, _apart, _batches, _memories, _disks, _clusters):
-        for label, changed in sort(subject, training):
-            if surely_fits(subject, changed):
-                yield label, changed
-                break
+    """Yield at most one change of each sort that fits, so that the suggestions differ in kind.
+
+    If none on this computer fits, yield more memory on the accelerator and below it. More GPUs are the last.
+    """
+    found = False
+    for sorts in ((_options, _apart, _batches, _memories, _disks), (_device_and_host, _device_and_disk), (_clusters,)):
+        if found and sorts[0] is _device_and_host:
+            continue
+        for sort in sorts:
+            fits = (row for row in sort(subject, training) if surely_fits(subject, row[1]))
+            first = list(islice(fits, 1))
+            found = found or bool(first)
+            yield from first
 
 
 def _options(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
@@ -192,6 +201,11 @@ def _memories(subject: Subject, training: Training) -> Iterator[tuple[str, Train
         if size:
             label = f"--host-memory {size // 2**30}GiB"
             yield label, replace(training, cluster=replace(cluster, host_memory=size))
+    yield from _devices(subject, training)
+
+
+def _devices(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
+    cluster = training.cluster
     if cluster.device_memory:
         reserve = _HUGE - replace(cluster, device_memory=_HUGE).tiers()[0].capacity_bytes
         enough = reserve + _SPARE * bounds(subject, training)[0].needed_bytes
@@ -206,6 +220,20 @@ def _disks(subject: Subject, training: Training) -> Iterator[tuple[str, Training
     if not cluster.disk and cluster.host_memory:
         for disk in (2**37, 2**40, 2**42, 2**44):
             yield f"--disk {disk // 2**30}GiB", replace(training, cluster=replace(cluster, disk=disk))
+
+
+def _device_and_host(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
+    for label, larger in _devices(subject, training):
+        for size in _HOSTS:
+            if size > training.cluster.host_memory:
+                changed = replace(larger.cluster, host_memory=size)
+                yield f"{label} --host-memory {size // 2**30}GiB", replace(training, cluster=changed)
+
+
+def _device_and_disk(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
+    for label, larger in _devices(subject, training):
+        for more, changed in _disks(subject, larger):
+            yield f"{label} {more}", changed
 
 
 def _clusters(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:

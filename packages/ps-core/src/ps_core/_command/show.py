@@ -235,7 +235,7 @@ def refusal_text(case: Case, refusal: DoesNotFit, remedies: Sequence[str]) -> st
     ]
     empty = [tier.name for tier in case.training.cluster.tiers() if not tier.capacity_bytes]
     lines += [f"  the reserve takes all {name} memory (--reserve-{name} sets less)" for name in empty]
-    lines += _bullets("what would help", remedies or ("no single change this command knows of would",))
+    lines += _bullets("what would help", remedies or ("no change this command knows of would",))
     return "\n".join(lines) + "\n"
 
 
