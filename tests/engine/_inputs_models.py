@@ -367,7 +367,7 @@ def profiled_twice() -> None:
 
 
 @case(
-    "that gradient was stepped, forgotten or replaced; read parameter.grad again, or keep a clone() of it before",
+    "that gradient was stepped, forgotten or replaced; read parameter.grad again, or keep a clone() of it beforehand",
     "{} on the gradient of {}: {}",
 )
 def an_old_gradient() -> None:
@@ -384,7 +384,7 @@ def an_old_gradient() -> None:
     assert model[0].weight.grad.norm() > 0
 
 
-@case("this is a view of the gradient; assign to parameter.grad.data")
+@case("this is a view of the gradient; assign to parameter.grad", "found a {}; allowed is a tensor")
 def the_data_of_a_views_gradient() -> None:
     model, optimizer = made()
     weight = next(model.parameters())
@@ -392,6 +392,8 @@ def the_data_of_a_views_gradient() -> None:
     halved = weight.grad.clone() / 2
     with refused("an assignment to .data on the gradient of {}: this is a view of the gradient"):
         weight.grad.detach().data = halved
+    with refused("an assignment to .data on the gradient of {}: found a NoneType; allowed is a tensor"):
+        weight.grad.data = None
     weight.grad.data = halved
     assert torch.equal(weight.grad.clone(), halved)
     goes_on(model, optimizer)

@@ -42,11 +42,11 @@ def replaced() -> None:
     release(model)
 
 
-@case("expected a floating-point tensor that has values")
+@case("expected a dense floating-point tensor with values")
 def gradients_without_values() -> None:
     model, optimizer = managed()
     for wrong in (torch.ones(4, 4, device="meta"), torch.ones(4, 4, dtype=torch.complex64), 1.0):
-        with refused("expected a floating-point tensor that has values"):
+        with refused("expected a dense floating-point tensor with values"):
             model[0].weight.grad = wrong
     model[0].weight.grad = torch.ones(4, 4)
     optimizer.step()

@@ -243,8 +243,34 @@ def test_data_of_a_view_cannot_be_assigned() -> None:
     for view in (grad.view(-1), grad.data):
         with pytest.raises(InvalidInput, match=r"an assignment to \.data on the gradient of .* a view"):
             view.data = torch.zeros(view.shape)
+    before = grad.clone()
     with pytest.raises(UnsupportedParameter, match=r"has shape \(3,\), expected \(64, 64\)"):
         grad.data = torch.zeros(3)
+    with pytest.raises(InvalidInput, match="found a NoneType; allowed is a tensor"):
+        grad.data = None
+    with pytest.raises(UnsupportedParameter, match="expected a dense floating-point tensor"):
+        model.layers[0].weight.grad = torch.eye(64).to_sparse()
+    assert torch.equal(grad.clone(), before), "nothing was changed"
+    release(model)
+
+
+def test_views_of_a_gradient_are_none_of_what_is_assigned_to_it() -> None:
+    """In plain PyTorch they keep the memory of before; here there is none."""
+    model, _ = managed("fp32", TIGHT)
+    model(X).backward()
+    grad = model.layers[0].weight.grad
+    for view in (grad.data, grad.detach(), grad.view(-1), grad[0]):
+        again = view.view(-1)
+        grad.data = torch.ones(64, 64)
+        for use in (torch.norm, torch.clone, lambda each: each.add_(1)):
+            for stale in (view, again):
+                with pytest.raises(InvalidInput, match="stepped, forgotten or replaced"):
+                    use(stale)
+        if view.shape == grad.shape:
+            with pytest.raises(InvalidInput, match="stepped, forgotten or replaced"):
+                grad.data = view
+        assert torch.equal(grad.data.clone(), torch.ones(64, 64))
+        assert model.layers[0].weight.grad is grad
     release(model)
 
 

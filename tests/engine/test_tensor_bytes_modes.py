@@ -237,6 +237,57 @@ def test_what_is_counted_in_an_inference_mode_has_the_bits_of_what_is_not(
     assert torch.equal(found, expected)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.layer = nn.LSTM(64, 64), nn.GRUCell(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found, _ = self.cell(x)
+        return self.layer(found[0], found[1])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found, _ = self.attention(x, x * 2, x + 1)
+        return found
+
+
+class Pieces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.weight.chunk(2)
+        found = x.chunk(2, -1)[0] @ first.narrow(1, 0, 32) + torch.einsum("abc,cd->abd", x, self.weight)[..., :32]
+        return found + torch.linalg.multi_dot((x[0], self.weight, second.t()))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", [Recurrent, Attention, Pieces])
+def test_composite_operators_in_an_inference_mode(kind: type[nn.Module], autocast: bool) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(2, 8, 64)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = model(x)
+        with counting(TensorBytesTracker()):
+            found = model(x)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+
+
+def test_an_operator_that_writes_counts_one_version_in_an_inference_mode() -> None:
+    out = torch.zeros(3, 3)
+    with torch.inference_mode(), counting(TensorBytesTracker()):
+        torch.matmul(torch.ones(3, 3), torch.ones(3, 3), out=out)
+    assert out._version == 1
+
+
 def test_under_a_fake_tensor_mode_it_does_nothing() -> None:
     tracker = TensorBytesTracker()
     with FakeTensorMode():

@@ -84,7 +84,8 @@ class TrainOptions:
         (),
         rules.texts("PATTERN"),
         MODEL,
-        "patterns of parameters' names (`'*norm*'`) that are computed in fp32 whatever the precision (default: none)",
+        "patterns of names of parameters (`'*lora_*'`) to keep in fp32; the model must be able to compute with them "
+        "(default: none)",
         identity=True,
     )
     checkpointing: bool = _option(True, rules.flag(), MODEL, "activation checkpointing: keep only each block's input")

@@ -13,13 +13,14 @@ sees the operators that really run, behind all modes above it.
 [Note: what no dispatch mode sees]
 Some memory is not seen. Scratch memory within one operator's kernel, and what compiled code allocates inside itself.
 Storages that `untyped_storage().resize_()` changed, until the tensor is next an output. Tensors that arrive by
-`from_numpy` or DLPack (`count` adds one by hand). In `inference_mode`, what an operator that consists of others
-(`linear`) makes inside itself.
+`from_numpy` or DLPack (`count` adds one by hand). In `inference_mode`, what a composite operator makes
+inside itself.
 
-[Note: operators that consist of others]
-In `inference_mode` they come to a mode whole, and elsewhere in parts. Within a mode PyTorch turns off what comes before
-modes, such as the note that a transposed weight requires a gradient. `linear` then computes some shapes in another way,
-and rounds otherwise. So these operators run with that turned on again, as without any mode.
+[Note: composite operators]
+PyTorch defines some operators by others (`linear`, `lstm`). A mode gets these others, but in `inference_mode` it gets
+the composite operator itself. While a mode's own code runs, PyTorch turns off autocast, and what notes that a
+transposed weight requires a gradient. Within `linear` this decides how some shapes are multiplied, and so how they are
+rounded. So this mode turns both on again for composite operators.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ _INFRASTRUCTURE = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL,
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 _lift_fresh = torch.ops.aten.lift_fresh.default
 _in_inference_mode = torch.is_inference_mode_enabled
-_OFF_IN_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-"""What is on in `inference_mode`, and off in a mode's own code; see [Note: operators that consist of others]."""
-for _key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor):
-    _OFF_IN_MODES = _OFF_IN_MODES.add(_key)
+_Key = torch._C.DispatchKey
+_as_called = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]  # torch.overrides uses it, its stubs lack it
+_OFF_IN_MODES = (_Key.ADInplaceOrView, _Key.Conjugate, _Key.Negative, _Key.ZeroTensor)
+"""What is off while a mode's own code runs, besides autocast; see [Note: composite operators]."""
 
 
 class _TrackedStorage(weakref.ref[torch.UntypedStorage]):
@@ -195,8 +196,8 @@ class TensorBytesTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         for kind in types:
             if not self._is_transparent(kind):
                 return NotImplemented  # a wrapper subclass: its own dispatch runs operators on what it wraps
-        if _in_inference_mode() and _consists_of_others(func):
-            with _as_without_modes():
+        if _in_inference_mode() and _is_composite(func):
+            with _as_without_modes(func):
                 result = func(*args, **(kwargs or {}))
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
@@ -251,14 +252,26 @@ def _shared(key: int, args: Iterable[Any], kwargs: dict[str, Any] | None) -> boo
 
 
 @cache
-def _consists_of_others(func: Any) -> bool:
-    """Return True for an operator that PyTorch defines by other operators, in evaluation as in training."""
-    return isinstance(func, torch._ops.OpOverload) and func._can_decompose()
+def _is_composite(func: Any) -> bool:
+    """Return True for an operator that PyTorch defines by others; False for those few that note their views first."""
+    return (
+        isinstance(func, torch._ops.OpOverload) and func._can_decompose() and not _has_kernel(func, "ADInplaceOrView")
+    )
 
 
-def _as_without_modes() -> AbstractContextManager[object]:
-    """Return a context in which an operator runs as without modes; see [Note: operators that consist of others]."""
-    excluded = torch._C._dispatch_tls_local_exclude_set() - _OFF_IN_MODES
+def _has_kernel(func: torch._ops.OpOverload, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)  # type: ignore[no-untyped-call]
+
+
+def _as_without_modes(func: torch._ops.OpOverload) -> AbstractContextManager[object]:
+    """Return a context in which an operator runs as without modes; see [Note: composite operators]."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _OFF_IN_MODES:
+        excluded = excluded.remove(key)
+    with _as_called():
+        autocast = torch.is_autocast_enabled("cpu")
+    if autocast and not _has_kernel(func, "AutocastCPU"):  # else its arguments were cast already
+        excluded = excluded.remove(_Key.AutocastCPU)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 

@@ -163,6 +163,7 @@ class Engine:
     def set_gradient(self, record: ParamState, value: Any) -> None:
         """Assign ``parameter.grad = value``: None forgets the gradient, a tensor replaces it."""
         if isinstance(value, ManagedGrad) and value.is_whole and value.root is record.grad_proxy:
+            value.check_current()
             return
         self.stepping.check_read(record)
         copy = None if value is None else self.user_gradients.to_store(record, value)

@@ -59,7 +59,7 @@ class GradientAccess(Protocol):
         """Replace the stored gradient by a tensor in fp32."""
 
     def assign_gradient(self, record: ParamState, value: Any) -> None:
-        """Replace the stored gradient by the user's tensor, whose later changes count; the proxy stays."""
+        """Do as ``parameter.grad = value`` does; the same `ManagedGrad` then stands for the new gradient."""
 
 
 class ManagedGrad(torch.Tensor):
@@ -72,6 +72,8 @@ class ManagedGrad(torch.Tensor):
     """The operators that make this view of the gradient; none: this is the whole gradient."""
     _root: ManagedGrad | None
     """The gradient that this one is a view of, or equal to; None: this one."""
+    _assignments: int
+    """How often the gradient's data were assigned, at most before this view was made."""
 
     @staticmethod
     def __new__(
@@ -90,6 +92,7 @@ class ManagedGrad(torch.Tensor):
         )
         self._record, self._gradients, self._loss_scale = record, gradients, loss_scale
         self._views, self._root = views, root
+        self._assignments = 0 if root is None else root._assignments
         return self
 
     @property
@@ -124,11 +127,12 @@ class ManagedGrad(torch.Tensor):
 
     def check_current(self) -> None:
         """Raise `InvalidInput` if the parameter does not have this gradient any more."""
-        if getattr(self._record, "grad_proxy", self.root) is not self.root:
+        root = self.root
+        if getattr(self._record, "grad_proxy", root) is not root or self._assignments != root._assignments:
             self.refuse(
                 "an operation",
                 "that gradient was stepped, forgotten or replaced; read parameter.grad again, "
-                "or keep a clone() of it before",
+                "or keep a clone() of it beforehand",
             )
 
     def base(self) -> torch.Tensor:
@@ -160,8 +164,11 @@ class ManagedGrad(torch.Tensor):
         """Take a tensor in place of the gradient, as ``parameter.grad.data = value`` does."""
         self.check_current()
         if self._root is not None:
-            self.refuse("an assignment to .data", "this is a view of the gradient; assign to parameter.grad.data")
+            self.refuse("an assignment to .data", "this is a view of the gradient; assign to parameter.grad")
+        if not isinstance(value, torch.Tensor):
+            self.refuse("an assignment to .data", f"found a {type(value).__name__}; allowed is a tensor")
         self._gradients.assign_gradient(self._record, value)
+        self._assignments += 1  # views of the old values are none of the new ones
 
     def refuse(self, what: str, why: str) -> NoReturn:
         """Raise `InvalidInput` for an unsupported use."""

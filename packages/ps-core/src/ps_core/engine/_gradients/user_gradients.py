@@ -64,13 +64,11 @@ class UserGradients:
                 f"the gradient given to {record.name!r}: it was frozen when chunked(...) was called, so it has "
                 "nothing to be stepped with; call requires_grad_(True) before, or leave the gradient out"
             )
-        usable = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_meta
-        if not usable:
-            what = (
-                f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            )
+        tensor = isinstance(value, torch.Tensor)
+        if not tensor or not value.is_floating_point() or value.is_meta or value.layout is not torch.strided:
+            kind = f"{value.dtype}, {value.layout}, on {value.device}" if tensor else f"a {type(value).__name__}"
             raise UnsupportedParameter(
-                f"the gradient given to {record.name!r} is {what}: expected a floating-point tensor that has values"
+                f"the gradient given to {record.name!r} is {kind}: expected a dense floating-point tensor with values"
             )
         if value.shape != record.shape:
             raise UnsupportedParameter(
@@ -97,7 +95,7 @@ class UserGradients:
         source, proxy = record.source, record.grad_proxy
         if source is not None and source.has_changed(record.name):
             self._assign(record, source.tensor)
-            record.watch(source.stored_again())
+            record.watch(source.mark_stored())
             record.grad_proxy = proxy
 
     def take_all_changes(self) -> None:

@@ -50,10 +50,10 @@ class AssignedGradient:
             )
         return True
 
-    def stored_again(self) -> AssignedGradient:
-        """Note that the tensor's present values are stored.
+    def mark_stored(self) -> AssignedGradient:
+        """Note that the tensor's present values are stored; return this object.
 
-        A new object would not do: within an operator on the gradient, a detached tensor has a version of its own.
+        A new one could miss later changes. Within an operator on the gradient, `detach` does not share the version.
         """
         self._version, self.overtaken = self.tensor._version, False
         return self
