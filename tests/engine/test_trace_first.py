@@ -90,6 +90,28 @@ class WithFunction(Stack):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Scaled(nn.Module):
+    """A frozen layer between frozen scales, with an adapter that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (nn.Parameter(torch.ones(32), requires_grad=False) for _ in range(2))
+        self.layer = nn.Linear(32, 32).requires_grad_(False)
+        self.down, self.up = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before * x
+        return self.after * (self.layer(x) + self.up(self.down(x)))
+
+
+class Adapted(Stack):
+    """Adapters in recomputed blocks, which keep frozen scales as they are given, not views of them."""
+
+    def __init__(self) -> None:
+        super().__init__(recomputed=True)
+        self.layers = nn.ModuleList(Scaled() for _ in range(4))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2,
     "bert": bert,
@@ -97,6 +119,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "stack": lambda: Stack(recomputed=False),
     "recomputed": lambda: Stack(recomputed=True),
     "function": WithFunction,
+    "adapted": Adapted,
 }
 
 

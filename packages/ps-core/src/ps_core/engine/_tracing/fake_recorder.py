@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ps_core._trace import Amounts, Moment, Phase
 from ps_core.engine._devices.tensor_bytes import TensorBytesTracker
@@ -279,7 +279,17 @@ class FakeParameter(FakeTensor):
                 found = [value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeParameter)]
                 if found:
                     found[0]._recorder.touch(found)
+                    if _in_backward():
+                        args, kwargs = tree_map_only(FakeParameter, _as_given, (args, kwargs))
             return func(*args, **kwargs)
+
+
+def _as_given(parameter: FakeParameter) -> torch.Tensor:
+    """Return a frozen parameter as a tensor of its own, as the engine gives it to functions.
+
+    A recomputed block keeps what is frozen as it is, and so an alias of the parameter.
+    """
+    return parameter if parameter.requires_grad else parameter.detach()
 
 
 @cache
