@@ -218,6 +218,7 @@ def test_where_no_tier_is_large_enough_both_are_named() -> None:
     for each in said[:2]:
         forecast(found, replace(apply(asked, each), quick=True))
     assert not list(advising._device_and_host(found, training(device=0)))
+    assert len(list(advising._device_and_disk(found, asked))) == 4 * len(list(advising._devices(found, asked))) > 0
     assert not list(advising._device_and_host(found, training(device=GIB, host=10 * 2**40)))
 
 
