@@ -59,7 +59,7 @@ def test_a_store_that_outlives_attempts_which_nodes_count_differently() -> None:
 
 
 def test_the_store_ends_last() -> None:
-    """PyTorch prints a trace of calls where a store ends amid a question, although nothing failed."""
+    """If the store ends while a rank asks it, PyTorch prints a trace of calls, although nothing failed."""
     found = launch("leaving.py", [{}, {}, {}])
     assert [status for status, _ in found] == [0, 0, 0], found
     keeper, *others = (float(output.split()[-1]) for _, output in found)

@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 
+from ps_models.train._option_files import from_text, merged
+from ps_models.train._setup import shape_of
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "tutorials" / "from-one-gpu-to-many-nodes.md").read_text("utf-8")
 CONSOLE = re.compile(r"^```console\n(.*?)^```\n\n```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
@@ -35,6 +38,12 @@ def commands(block: str) -> Iterator[tuple[list[str], str | None]]:
         words, _, target = line.removeprefix("$ ").partition(" > ")
         program, *rest = shlex.split(words)
         yield [sys.executable, *PROGRAMS[program], *rest], target or None
+
+
+def killable(words: Sequence[str]) -> list[str]:
+    """A command of torchrun that starts the processes again, and a training that saves often."""
+    at = words.index("--nproc-per-node=2")
+    return [*words[:at], "--max-restarts=1", *words[at:], "--checkpoint-every", str(EVERY)]
 
 
 def start(words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
@@ -86,12 +95,15 @@ def kill_one(torchrun: subprocess.Popen[str], run: Path) -> int:
 def test_the_page(tutorials: Any, tmp_path: Path) -> None:
     blocks = CONSOLE.findall(PAGE)
     assert len(blocks) == 3
+    killed = 0
     for block, shown in blocks:
         said = ""
         for words, target in commands(block):
-            process = start(words, tmp_path)
+            shared = "--nproc-per-node=2" in words
+            process = start(killable(words) if shared else words, tmp_path)
             try:
-                if "--max-restarts=1" in words:
+                if shared:
+                    killed += 1
                     assert kill_one(process, tmp_path / "two") < LAST
                 output = process.communicate(timeout=600)[0]
             finally:
@@ -106,6 +118,7 @@ def test_the_page(tutorials: Any, tmp_path: Path) -> None:
                 tutorials.alike(part, "".join(said.splitlines(keepends=True)[at : at + part.count("\n")]))
                 for at in range(said.count("\n"))
             ), said
+    assert killed == 1
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
     assert [row["step"] for row in two] == list(range(1, LAST + 1))
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=0.02)
@@ -118,6 +131,8 @@ def test_the_scripts() -> None:
     if bash is None:
         pytest.skip("bash is not installed")
     assert subprocess.run([bash, "-n"], input=script, text=True, check=False).returncode == 0
+    (options,) = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    shape_of(merged(from_text(options, "run.toml"), {}))
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     (manifest,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     service, job = yaml.safe_load_all(manifest)

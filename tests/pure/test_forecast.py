@@ -125,9 +125,9 @@ def test_offloading_is_tried_where_it_could_help(
     asked: str,
     best: float | None,
 ) -> None:
-    """What was planned: k and o with recomputed blocks' inputs kept and offloaded; K and O extents that move one at a
-    time, which take long to plan and longer to run, only where nothing else does. Offloading that is no faster at a
-    rough look is not planned."""
+    """Letters are plans that were made: k keeps the inputs of recomputed blocks, and o offloads them. In K and O
+    extents move one at a time; those take longer, and are made only where no other plan fits. Offloading that is no
+    faster by a rough estimate is not planned."""
     script = Scripted(plain and timed(*plain), offloaded and timed(*offloaded), roomy=roomy)
     monkeypatch.setattr(forecasting, "Way", script)
     if best is None:

@@ -331,7 +331,7 @@ def _training(options: argparse.Namespace, place: _Place) -> Training:
             "bf16 or fp32 (in fp16: --step-speculative): a group is stepped before all gradients are known"
         )
     chunked_loss = options.chunked_loss
-    if chunked_loss is None:  # a trainer of the model's own computes the loss as transformers does
+    if chunked_loss is None:  # models of transformers make all logits at once
         chunked_loss = getattr(options, "hf", None) is None
     return Training(
         cluster=place.cluster,

@@ -80,7 +80,7 @@ class Watchdog:
     def close(self, error: str = "", *, together: bool = False) -> None:
         """Stop the thread, and tell the others.
 
-        ``error``: the exception by which this process ends. ``together``: all ranks leave now.
+        ``error``: the exception by which this process ends. ``together``: all ranks have agreed to leave.
         """
         self._own_error, self._together = error, together
         self._stop.set()

@@ -127,17 +127,21 @@ def remedies(subject: Subject, training: Training, most: int = 3) -> tuple[str, 
 def _changes(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:
     """Yield at most one change of each sort that fits, so that the suggestions differ in kind.
 
-    If none on this computer fits, yield more memory on the accelerator and below it. More GPUs are the last.
+    If none on this computer fits, yield more memory on the accelerator together with host memory or a disk. More GPUs
+    come last.
     """
     found = False
-    for sorts in ((_options, _apart, _batches, _memories, _disks), (_device_and_host, _device_and_disk), (_clusters,)):
-        if found and sorts[0] is _device_and_host:
-            continue
-        for sort in sorts:
-            fits = (row for row in sort(subject, training) if surely_fits(subject, row[1]))
-            first = list(islice(fits, 1))
-            found = found or bool(first)
-            yield from first
+    for sort in (_options, _apart, _batches, _memories, _disks):
+        for change in _first_that_fits(subject, sort(subject, training)):
+            found = True
+            yield change
+    for sort in () if found else (_device_and_host, _device_and_disk):
+        yield from _first_that_fits(subject, sort(subject, training))
+    yield from _first_that_fits(subject, _clusters(subject, training))
+
+
+def _first_that_fits(subject: Subject, changes: Iterator[tuple[str, Training]]) -> Iterator[tuple[str, Training]]:
+    return islice((change for change in changes if surely_fits(subject, change[1])), 1)
 
 
 def _options(subject: Subject, training: Training) -> Iterator[tuple[str, Training]]:

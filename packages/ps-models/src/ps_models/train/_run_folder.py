@@ -239,9 +239,11 @@ def _differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[s
 
 def _shown(value: object) -> str:
     """Return an option's value as one gives it on the command line; yes or no for a flag."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
-    return "none" if value is None else {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    return "none" if value is None else str(value)
 
 
 def _lock(path: Path) -> int | None:

@@ -49,7 +49,7 @@ _in_inference_mode = torch.is_inference_mode_enabled
 _Key = torch._C.DispatchKey
 _as_called = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]  # torch.overrides uses it, its stubs lack it
 _OFF_IN_MODES = (_Key.ADInplaceOrView, _Key.Conjugate, _Key.Negative, _Key.ZeroTensor)
-"""What is off while a mode's own code runs, besides autocast; see [Note: composite operators]."""
+"""Dispatch keys that PyTorch excludes while a mode's code runs; see [Note: composite operators]."""
 
 
 class _TrackedStorage(weakref.ref[torch.UntypedStorage]):
@@ -253,7 +253,7 @@ def _shared(key: int, args: Iterable[Any], kwargs: dict[str, Any] | None) -> boo
 
 @cache
 def _is_composite(func: Any) -> bool:
-    """Return True for an operator that PyTorch defines by others; False for those few that note their views first."""
+    """Return True for an operator that PyTorch defines by others, unless PyTorch notes its views before modes."""
     return (
         isinstance(func, torch._ops.OpOverload) and func._can_decompose() and not _has_kernel(func, "ADInplaceOrView")
     )

@@ -73,7 +73,7 @@ class ManagedGrad(torch.Tensor):
     _root: ManagedGrad | None
     """The gradient that this one is a view of, or equal to; None: this one."""
     _assignments: int
-    """How often the gradient's data were assigned, at most before this view was made."""
+    """How often the whole gradient was replaced through ``.data``; of a view: by the time it was made."""
 
     @staticmethod
     def __new__(
@@ -168,7 +168,7 @@ class ManagedGrad(torch.Tensor):
         if not isinstance(value, torch.Tensor):
             self.refuse("an assignment to .data", f"found a {type(value).__name__}; allowed is a tensor")
         self._gradients.assign_gradient(self._record, value)
-        self._assignments += 1  # views of the old values are none of the new ones
+        self._assignments += 1  # so that views of the old values are refused
 
     def refuse(self, what: str, why: str) -> NoReturn:
         """Raise `InvalidInput` for an unsupported use."""
